@@ -1,0 +1,28 @@
+"""The optional libraries: one row each, imported on first use, and named by their extra when missing."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from shardio.errors import MissingExtraError
+
+# library as imported -> (distribution, extra of this project, what it is for)
+EXTRAS: dict[str, tuple[str, str, str]] = {
+    "hdf5plugin": ("hdf5plugin", "hdf5", "HDF5 filters such as blosc, bitshuffle, lz4 and zstd"),
+    "scipy.io": ("scipy", "netcdf3", "NetCDF-3 files"),
+    "cftime": ("cftime", "cftime", "calendars such as 360_day and noleap"),
+    "cfgrib": ("cfgrib", "grib", "GRIB files"),
+}
+
+
+def load(library: str) -> ModuleType:
+    """Import an optional library, or raise MissingExtraError that says how to get it."""
+    distribution, extra, purpose = EXTRAS[library]
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{purpose} need the library {distribution!r}, which cannot be imported ({error}); "
+            f"install it with: pip install 'shardtensor[{extra}]'"
+        ) from error

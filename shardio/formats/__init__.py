@@ -1,0 +1,14 @@
+"""One file per stored format; each file's row in the format table is added by `load_all`."""
+
+from __future__ import annotations
+
+from shardio.source import FORMATS, Format
+
+
+def load_all() -> None:
+    """Fill the format table with the formats that come with shardio (once)."""
+    from shardio.formats import grib, hdf5, netcdf3, xarray, zarr
+
+    for module in (zarr, hdf5, netcdf3, grib, xarray):
+        row: Format = module.FORMAT
+        FORMATS.setdefault(row.name, row)

@@ -1,0 +1,269 @@
+"""HDF5 and NetCDF-4 through h5py: contiguous, chunked and virtual datasets, filters, dimension scales."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import h5py
+import numpy as np
+
+from shardio import extras
+from shardio.box import Box, Span, shape_of, slices
+from shardio.errors import MissingChunkError, MissingFilterError
+from shardio.location import is_url, local_path
+from shardio.source import Format, Missing, Source, Store
+
+HIDDEN = ("DIMENSION_LIST", "REFERENCE_LIST", "CLASS", "NAME", "DIMENSION_LABELS")
+"""Attributes by which HDF5 and NetCDF-4 keep their own books (beside those that begin with "_Netcdf4" or "_NC")."""
+NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
+MAX_CHUNK_CACHE = 64 << 20
+"""Largest chunk cache, in bytes, that is opened for one dataset."""
+
+
+class Hdf5Source(Source):
+    """One HDF5 dataset, its handle held open; h5py lets one thread at a time into the HDF5 library."""
+
+    def __init__(self, name: str, dataset: h5py.Dataset, dims: tuple[str, ...], strict: bool) -> None:
+        self._dataset = dataset
+        attrs = attributes(dataset)
+        super().__init__(
+            name,
+            dims=dims,
+            shape=dataset.shape,
+            chunks=dataset.chunks or dataset.shape,
+            dtype=dataset.dtype,
+            attrs=attrs,
+            partial=dataset.chunks is None,
+        )
+        # One element that equals the fill value cannot mislead (see formats/zarr.py).
+        self._strict = strict and not (len(self.shape) <= 1 and math.prod(self.chunks) == 1)
+        self._sources = _virtual_sources(dataset) if strict and dataset.is_virtual else []
+
+    def read_into(self, box: Box, out: np.ndarray[Any, Any]) -> None:
+        """See Source.read_into."""
+        if 0 in shape_of(box):
+            return
+        if self._strict:
+            self._check_written(box)
+        if self.shape and out.flags.c_contiguous and self.dtype.kind in "iufb":
+            self._dataset.read_direct(out, source_sel=slices(box))
+        else:
+            out[...] = self._dataset[slices(box)]
+
+    def _check_written(self, box: Box) -> None:
+        """Raise MissingChunkError if anything under the box was never written, or its source file is gone."""
+        for within, problem in self._sources:
+            if all(a.start < b.stop and b.start < a.stop for a, b in zip(box, within, strict=True)):
+                raise self._missing(f"rows {[tuple(span) for span in within]}: {problem}")
+        if self._dataset.chunks is None:
+            if (
+                not self._dataset.is_virtual
+                and self._dataset.external is None
+                and not self._dataset.id.get_storage_size()
+            ):
+                raise self._missing("the dataset was never written")
+            return
+        numbers = (
+            range(span.start // chunk, -(-span.stop // chunk)) for span, chunk in zip(box, self.chunks, strict=True)
+        )
+        for number in itertools.product(*numbers):
+            start = tuple(at * chunk for at, chunk in zip(number, self.chunks, strict=True))
+            if self._dataset.id.get_chunk_info_by_coord(start).byte_offset is None:
+                raise self._missing(f"chunk {number} was never written")
+
+    def _missing(self, what: str) -> MissingChunkError:
+        return MissingChunkError(
+            f"{self.name!r} in {self._dataset.file.filename}: {what}; restore it, or open the store with "
+            f"open_store(..., missing='fill') to read the dataset's fill value there"
+        )
+
+
+def open_hdf5(
+    source: Any, *, missing: Missing = "raise", storage_options: dict[str, Any] | None = None, group: str = "/"
+) -> Store:
+    """Open an HDF5 or NetCDF-4 file, without locking it (locks fail on many network file systems).
+
+    Args:
+        source: path, URL, or an open h5py.File or Group.
+        missing: see open_store; covers chunks that were never written and absent files of virtual datasets.
+        storage_options: passed to fsspec for URLs.
+        group: path of the group to open.
+
+    Raises:
+        MissingFilterError: a dataset is stored through a filter that is not available.
+    """
+    if isinstance(source, h5py.Group):
+        root, closers = source, []
+    elif is_url(source):
+        remote = fsspec.open(source, "rb", **(storage_options or {})).open()
+        root = h5py.File(remote, "r")
+        closers = [root.close, remote.close]
+    else:
+        root = h5py.File(local_path(source), "r", locking=False)
+        closers = [root.close]
+    at = root[group]
+    url = str(source) if isinstance(source, (str, Path)) else str(root.file.filename)
+    sources = {}
+    datasets = dict(sorted(_datasets(at, "", frozenset())))
+    names: dict[Any, str] = {}  # a dataset that links give several names has the first of them as a dim
+    for name, dataset in datasets.items():
+        names.setdefault(_address(dataset), name.rsplit("/", 1)[-1])
+    for name, dataset in datasets.items():
+        if dataset.shape is None or _text(dataset.attrs.get("NAME", "")).startswith(NO_VARIABLE):
+            continue
+        _check_filters(name, dataset, url)
+        sources[name] = Hdf5Source(name, _with_cache(dataset), _dims(dataset, names), strict=missing == "raise")
+    return Store(url, sources, attributes(at), "hdf5", tuple(closers))
+
+
+def attributes(node: h5py.Dataset | h5py.Group) -> dict[str, Any]:
+    """Attributes as text, numbers and arrays; those of HDF5's own book-keeping and odd types are left out."""
+    found: dict[str, Any] = {}
+    for key in node.attrs:
+        if key in HIDDEN or key.startswith(("_Netcdf4", "_NC")):
+            continue
+        try:
+            value = node.attrs[key]
+        except (OSError, TypeError, ValueError):  # a type that h5py cannot express
+            continue
+        if isinstance(value, h5py.Empty):
+            value = ""
+        elif isinstance(value, np.ndarray) and value.size == 1:
+            value = value.reshape(())[()]
+        found[key] = _text(value) if isinstance(value, (bytes, str)) else value
+    return found
+
+
+def _datasets(group: h5py.Group, prefix: str, above: frozenset[Any]) -> Iterator[tuple[str, h5py.Dataset]]:
+    """All datasets below a group, by path; links that lead nowhere or back up are left out."""
+    for key in group:
+        node = group.get(key)
+        if isinstance(node, h5py.Dataset):
+            yield prefix + key, node
+        elif isinstance(node, h5py.Group) and node.id not in above:
+            yield from _datasets(node, f"{prefix}{key}/", above | {group.id})
+
+
+def _with_cache(dataset: h5py.Dataset) -> h5py.Dataset:
+    """The dataset reopened with a chunk cache that holds one of its chunks, so that rows of it decode once."""
+    if dataset.chunks is None:
+        return dataset
+    size = math.prod(dataset.chunks) * dataset.dtype.itemsize
+    if not (1 << 20) < size <= MAX_CHUNK_CACHE:
+        return dataset
+    access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+    access.set_chunk_cache(521, size + 1, 1.0)
+    path = dataset.name.encode()
+    file = dataset.file.id
+    del dataset
+    return h5py.Dataset(h5py.h5d.open(file, path, access))
+
+
+def _check_filters(name: str, dataset: h5py.Dataset, url: str) -> None:
+    settings = dataset.id.get_create_plist()
+    for at in range(settings.get_nfilters()):
+        number, _, _, text = settings.get_filter(at)
+        if h5py.h5z.filter_avail(number):
+            continue
+        label = f"filter {number} ({_text(text) or 'unnamed'})"
+        try:
+            extras.load("hdf5plugin")
+        except ImportError as error:
+            raise MissingFilterError(f"{name!r} in {url} is stored through {label}: {error}") from error
+        if not h5py.h5z.filter_avail(number):
+            raise MissingFilterError(
+                f"{name!r} in {url} is stored through {label}, which neither HDF5 nor the library hdf5plugin provides; "
+                f"rewrite it with another filter, or install that filter for HDF5"
+            )
+
+
+def _address(dataset: h5py.Dataset) -> tuple[int, int]:
+    """What identifies a dataset, whatever name it was opened by."""
+    info = h5py.h5o.get_info(dataset.id)
+    return info.fileno, info.addr
+
+
+def _dims(dataset: h5py.Dataset, scales: dict[Any, str]) -> tuple[str, ...]:
+    """Names of the dims: by attached scales, NetCDF-4's own list, being a scale itself, labels, or dim_<number>."""
+    if not dataset.shape:
+        return ()
+    listed = _listed_dims(dataset)
+    names = []
+    for at, dim in enumerate(dataset.dims):
+        if len(dim):
+            names.append(_scale_name(dim[0], scales))
+        elif listed is not None:
+            names.append(listed[at])
+        elif dataset.is_scale and len(dataset.shape) == 1:
+            names.append(_scale_name(dataset, scales))
+        else:
+            names.append(dim.label or f"dim_{at}")
+    return tuple(names)
+
+
+def _scale_name(scale: h5py.Dataset, scales: dict[Any, str]) -> str:
+    return scales.get(_address(scale), str(scale.name).rsplit("/", 1)[-1])
+
+
+def _listed_dims(dataset: h5py.Dataset) -> list[str] | None:
+    """Dims of a coordinate variable with several dims, which NetCDF-4 keeps by number."""
+    numbers = dataset.attrs.get("_Netcdf4Coordinates")
+    if numbers is None:
+        return None
+    by_number = {
+        int(scale.attrs["_Netcdf4Dimid"]): key
+        for key, scale in dataset.parent.items()
+        if isinstance(scale, h5py.Dataset) and "_Netcdf4Dimid" in scale.attrs and scale.is_scale
+    }
+    names = [by_number.get(int(number)) for number in numbers]
+    return None if None in names else [str(name) for name in names]
+
+
+def _virtual_sources(dataset: h5py.Dataset) -> list[tuple[Box, str]]:
+    """The parts of a virtual dataset that cannot be read, with the reason."""
+    broken = []
+    folder = Path(dataset.file.filename).parent
+    for part in dataset.virtual_sources():
+        first, last = part.vspace.get_select_bounds()
+        box = tuple(Span(int(start), int(stop) + 1) for start, stop in zip(first, last, strict=True))
+        problem = _source_problem(dataset, folder, part.file_name, part.dset_name)
+        if problem:
+            broken.append((box, problem))
+    return broken
+
+
+def _source_problem(dataset: h5py.Dataset, folder: Path, file_name: str, name: str) -> str | None:
+    if "%" in file_name or "%" in name:  # one name per block, resolved by HDF5
+        return None
+    if file_name == ".":
+        return None if name in dataset.file else f"its source dataset {name!r} is missing"
+    paths = [folder / file_name, Path(file_name)]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        return f"its source file {file_name!r} is missing (looked in {folder})"
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            return None if name in file else f"its source file {file_name!r} has no dataset {name!r}"
+    except OSError as error:
+        return f"its source file {file_name!r} cannot be opened ({error})"
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _looks_like_hdf5(source: Any) -> bool:
+    if isinstance(source, h5py.Group):
+        return True
+    if not isinstance(source, (str, Path)) or is_url(source):
+        return False
+    path = local_path(source)
+    return path.is_file() and bool(h5py.is_hdf5(path))
+
+
+FORMAT = Format("hdf5", open_hdf5, (".h5", ".hdf5", ".hdf", ".nc", ".nc4", ".he5"), _looks_like_hdf5)

@@ -1,0 +1,206 @@
+"""Zarr v2 and v3 through the zarr library, which knows all the codecs; an absent chunk is an error, not fill."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import zarr
+from zarr.abc.store import ByteRequest, RangeByteRequest, SuffixByteRequest
+from zarr.abc.store import Store as ZarrStore
+from zarr.buffer.cpu import NDBuffer, buffer_prototype
+from zarr.codecs import ShardingCodec
+from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.core.sync import sync
+from zarr.storage import FsspecStore, LocalStore, WrapperStore, ZipStore
+
+from shardio.box import Box, shape_of, slices
+from shardio.errors import MissingChunkError, UnknownFormatError
+from shardio.location import is_url, local_path
+from shardio.source import Format, Missing, Source, Store
+
+METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
+"""File names whose absence is ordinary; every other absent key is a chunk."""
+CACHED_INDEXES = 1024
+"""Shard indexes kept by each opened store (16 bytes per inner chunk each)."""
+EMPTY = np.uint64(2**64 - 1)
+"""Offset and length that a shard's index gives for an inner chunk that was never written."""
+
+
+class CheckedStore(WrapperStore[ZarrStore]):
+    """A store in which an absent chunk can be an error, and which keeps the indexes of shards it has read.
+
+    Attributes:
+        lenient: paths of arrays whose absent chunks read as fill value; None for all.
+    """
+
+    def __init__(self, store: ZarrStore, lenient: set[str] | None = None) -> None:
+        super().__init__(store)
+        self.lenient = lenient
+        self._indexes: dict[tuple[str, int], Buffer] = {}
+        self._lock = threading.Lock()
+
+    def _with_store(self, store: ZarrStore) -> Self:
+        return type(self)(store, self.lenient)
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        """As the wrapped store's; raises MissingChunkError where a chunk is absent and its array is not lenient."""
+        index = (key, byte_range.suffix) if isinstance(byte_range, SuffixByteRequest) else None
+        if index is not None and index in self._indexes:
+            return self._indexes[index]
+        found = await self._store.get(key, prototype, byte_range)
+        if found is None:
+            self._check_absent(key)
+        elif index is not None:
+            with self._lock:
+                if len(self._indexes) >= CACHED_INDEXES:
+                    self._indexes.pop(next(iter(self._indexes)))
+                self._indexes[index] = found
+        return found
+
+    def _check_absent(self, key: str) -> None:
+        if self.lenient is None or key.rsplit("/", 1)[-1] in METADATA:
+            return
+        if not any(path == "" or key.startswith(f"{path}/") for path in self.lenient):
+            raise missing_chunk(key, str(self._store))
+
+
+def missing_chunk(key: str, url: str) -> MissingChunkError:
+    """The error for an absent chunk."""
+    return MissingChunkError(
+        f"chunk {key!r} is not in {url}: it was lost, or never written because it held nothing but fill values; "
+        f"restore it, or open the store with open_store(..., missing='fill') to read the array's fill value there"
+    )
+
+
+class ZarrSource(Source):
+    """One Zarr array."""
+
+    def __init__(self, name: str, array: zarr.Array[Any], strict: bool) -> None:
+        attrs = dict(array.attrs.asdict())
+        named: Any = attrs.pop("_ARRAY_DIMENSIONS", None) or getattr(array.metadata, "dimension_names", None)
+        names = list(named or [None] * array.ndim)
+        super().__init__(
+            name,
+            dims=tuple(f"dim_{at}" if found is None else str(found) for at, found in enumerate(names)),
+            shape=array.shape,
+            chunks=array.chunks,
+            dtype=np.dtype(array.dtype),
+            attrs=attrs,
+        )
+        self._array = array
+        self._strict = strict
+
+    def read_into(self, box: Box, out: np.ndarray[Any, Any]) -> None:
+        """See Source.read_into."""
+        if 0 in shape_of(box):
+            return
+        if self._strict and self._array.shards is not None:
+            self._check_inner_chunks(box)
+        if self.dtype.kind in "iufb" and self.shape:
+            self._array.get_basic_selection(slices(box), out=NDBuffer.from_numpy_array(out))
+        else:
+            out[...] = self._array[slices(box)]
+
+    def _check_inner_chunks(self, box: Box) -> None:
+        """Raise MissingChunkError if a shard's index says that an inner chunk under the box was never written."""
+        shards = self._array.shards
+        assert shards is not None
+        inner = [
+            range(span.start // chunk, -(-span.stop // chunk)) for span, chunk in zip(box, self.chunks, strict=True)
+        ]
+        per_shard = [shard // chunk for shard, chunk in zip(shards, self.chunks, strict=True)]
+        for number in itertools.product(*inner):
+            shard = tuple(at // count for at, count in zip(number, per_shard, strict=True))
+            within = tuple(at % count for at, count in zip(number, per_shard, strict=True))
+            if (self._shard_index(shard, per_shard)[within] == EMPTY).all():
+                key = self._key(shard)
+                raise missing_chunk(f"{key}' (inner chunk {within}) '", str(self._array.store))
+
+    def _shard_index(self, shard: tuple[int, ...], per_shard: list[int]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """Offset and length of every inner chunk of a shard, [*inner chunks per dim, 2]."""
+        codec = self._array.metadata.codecs[0]  # type: ignore[union-attr]
+        assert isinstance(codec, ShardingCodec)
+        table = math.prod(per_shard) * 16
+        length = table + sum(_overhead(index_codec) for index_codec in codec.index_codecs)
+        at_end = codec.index_location.value == "end"
+        key = self._key(shard)
+        wanted: ByteRequest = SuffixByteRequest(length) if at_end else RangeByteRequest(0, length)
+        found = sync(self._array.store.get(key, buffer_prototype, wanted))
+        if found is None:
+            raise missing_chunk(key, str(self._array.store))
+        raw = np.frombuffer(found.to_bytes()[:table], dtype="<u8")
+        return raw.reshape(*per_shard, 2)
+
+    def _key(self, chunk: tuple[int, ...]) -> str:
+        """Key of a stored chunk (shard) in the store."""
+        key = self._array.metadata.encode_chunk_key(chunk)
+        return f"{self._array.path}/{key}" if self._array.path else key
+
+
+def _overhead(codec: Any) -> int:
+    """Bytes that a codec adds to a shard's index."""
+    return 4 if type(codec).__name__ == "Crc32cCodec" else 0
+
+
+def open_zarr(
+    source: Any, *, missing: Missing = "raise", storage_options: dict[str, Any] | None = None, group: str = ""
+) -> Store:
+    """Open a Zarr store.
+
+    Args:
+        source: path, URL, zarr store, zarr group or zarr array.
+        missing: see open_store.
+        storage_options: passed to fsspec for URLs.
+        group: path of the group to open, "" for the root.
+    """
+    if isinstance(source, (zarr.Group, zarr.Array)):
+        base, inside = source.store, source.path
+    else:
+        base, inside = _base(source, storage_options), ""
+    path = "/".join(part for part in (inside, group) if part)
+    checked = CheckedStore(base, set() if missing == "raise" else None)
+    try:
+        node = zarr.open(store=checked, path=path, mode="r")
+    except FileNotFoundError as error:
+        raise UnknownFormatError(f"{source} holds no Zarr group or array at {path!r}: {error}") from error
+    arrays: dict[str, zarr.Array[Any]] = {}
+    if isinstance(node, zarr.Array):
+        arrays[node.basename or "array"] = node
+    else:
+        arrays.update((name, member) for name, member in node.members(max_depth=None) if isinstance(member, zarr.Array))
+    sources = {}
+    for name, array in sorted(arrays.items()):
+        # One element that equals the fill value is ordinarily left unwritten (the time 0, a crs); it cannot mislead.
+        single = array.ndim <= 1 and math.prod(array.chunks) == 1
+        if single and checked.lenient is not None:
+            checked.lenient.add(array.path)
+        sources[name] = ZarrSource(name, array, strict=missing == "raise" and not single)
+    url = str(source) if isinstance(source, (str, Path)) else str(base)
+    closers = (base.close,) if isinstance(source, (str, Path)) else ()
+    return Store(url, sources, dict(node.attrs.asdict()) if isinstance(node, zarr.Group) else {}, "zarr", closers)
+
+
+def _base(source: Any, storage_options: dict[str, Any] | None) -> ZarrStore:
+    """The zarr store behind a path or URL."""
+    if isinstance(source, ZarrStore):
+        return source
+    if is_url(source):
+        return FsspecStore.from_url(str(source), storage_options=storage_options, read_only=True)
+    path = local_path(source)
+    return ZipStore(path, mode="r", read_only=True) if path.is_file() else LocalStore(path, read_only=True)
+
+
+def _looks_like_zarr(source: Any) -> bool:
+    if isinstance(source, (ZarrStore, zarr.Group, zarr.Array)):
+        return True
+    if not isinstance(source, (str, Path)) or is_url(source):
+        return False
+    return any((local_path(source) / name).is_file() for name in METADATA)
+
+
+FORMAT = Format("zarr", open_zarr, (".zarr", ".zarr.zip"), _looks_like_zarr)

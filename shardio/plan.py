@@ -1,0 +1,359 @@
+"""Partition + halo + chunk grid -> who fetches which chunk and where its parts go. Pure: no file is touched.
+
+A box of an array is a product over its dims, and so is everything here: along each dim, a rank's rows are a list of
+runs (rows first..first+size of the array land at row dest.. of the buffer), grouped by the chunk that holds them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, SupportsIndex
+
+from shardio.box import Box, Span
+from shardio.errors import DimensionError, HaloError, PartitionError
+from shardio.partition import Partition
+from shardio.source import Layout
+
+Halo = int | tuple[int, int] | Mapping[str, int | tuple[int, int]]
+"""Rows below and above: one number for both sides, (below, above), or one of these per dim."""
+Index = Mapping[str, SupportsIndex | slice | Sequence[int]]
+"""Selection along dims that are not cut; an int drops the dim from the result, as in numpy."""
+
+
+class Run(NamedTuple):
+    """Rows source..source+size of the array land at rows dest..dest+size of the buffer."""
+
+    source: int
+    dest: int
+    size: int
+
+
+class Piece(NamedTuple):
+    """What one chunk (numbered along its dim) gives to the buffer."""
+
+    chunk: int
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class DimPlan:
+    """What a rank reads along one dim.
+
+    Attributes:
+        dim: name.
+        owned: rows that the rank owns, in the array; beyond its end where a periodic window runs over it.
+        halo: rows read below and above the owned ones; less than asked at an edge that is not periodic.
+        runs: the rows read, in the order of the buffer.
+        chunk: rows per chunk.
+        dropped: the dim was chosen by an int, so the result does not have it.
+    """
+
+    dim: str
+    owned: Span
+    halo: tuple[int, int]
+    runs: tuple[Run, ...]
+    chunk: int
+    dropped: bool = False
+
+    @property
+    def extent(self) -> int:
+        """Rows of the buffer: halo + owned + halo."""
+        return sum(run.size for run in self.runs)
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The runs, cut at chunk boundaries and grouped by chunk."""
+        return _pieces(self.runs, self.chunk)
+
+
+class ChunkPart(NamedTuple):
+    """One chunk that a rank fetches: its number along each dim, and the runs it gives along each dim."""
+
+    chunk: tuple[int, ...]
+    runs: tuple[tuple[Run, ...], ...]
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank reads of one array; see Plan."""
+
+    rank: int
+    layout: Layout
+    dims: tuple[DimPlan, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the buffer, halo included, dims chosen by an int still there as 1."""
+        return tuple(dim.extent for dim in self.dims)
+
+    @property
+    def result_dims(self) -> tuple[str, ...]:
+        """Names of the dims of the result."""
+        return tuple(dim.dim for dim in self.dims if not dim.dropped)
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """Shape of the result: as `shape` without the dims chosen by an int."""
+        return tuple(dim.extent for dim in self.dims if not dim.dropped)
+
+    @property
+    def owned(self) -> Box:
+        """What the rank owns, in the array."""
+        return tuple(dim.owned for dim in self.dims)
+
+    @property
+    def interior(self) -> Box:
+        """Where the owned part lies in the result."""
+        return tuple(Span(dim.halo[0], dim.extent - dim.halo[1]) for dim in self.dims if not dim.dropped)
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """What the rank needs, halo included, in the array: one box, or more where it wraps or the index jumps."""
+        spans = [[Span(run.source, run.source + run.size) for run in dim.runs] for dim in self.dims]
+        return tuple(itertools.product(*spans))
+
+    @property
+    def chunks(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of the chunks it fetches."""
+        return tuple(part.chunk for part in self.parts())
+
+    def parts(self) -> Iterator[ChunkPart]:
+        """Every chunk to fetch, once, with where its parts go."""
+        for pieces in itertools.product(*(dim.pieces for dim in self.dims)):
+            yield ChunkPart(tuple(piece.chunk for piece in pieces), tuple(piece.runs for piece in pieces))
+
+    @property
+    def chunk_count(self) -> int:
+        """Number of chunks it fetches."""
+        return math.prod(len(dim.pieces) for dim in self.dims)
+
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes of the buffer, as stored values."""
+        return math.prod(self.shape) * self.layout.itemsize
+
+    @property
+    def bytes_fetched(self) -> int:
+        """Bytes that are decoded to fill the buffer: whole chunks, unless the layout can be read in parts."""
+        if self.layout.partial:
+            return self.bytes_needed
+        return self.chunk_count * math.prod(self.layout.chunks) * self.layout.itemsize
+
+    @property
+    def amplification(self) -> float:
+        """Bytes fetched per byte needed (below 1 where a wrapped halo or an index repeats rows)."""
+        return self.bytes_fetched / self.bytes_needed if self.bytes_needed else 1.0
+
+    def at(self, index: Index) -> RankPlan:
+        """The same for a selection along dims that are neither cut nor have a halo."""
+        known = {dim.dim for dim in self.dims}
+        for dim in index:
+            if dim not in known:
+                raise DimensionError(f"index names dim {dim!r}, but the array's dims are {self.layout.dims}")
+        return replace(
+            self,
+            dims=tuple(
+                _chosen(plan, index[plan.dim], size) if plan.dim in index else plan
+                for plan, size in zip(self.dims, self.layout.shape, strict=True)
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who reads what of one array, for every rank; the same on all of them, made without communication."""
+
+    partition: Partition
+    layout: Layout
+    ranks: tuple[RankPlan, ...]
+
+    def __getitem__(self, rank: int) -> RankPlan:
+        self.partition.coordinate(rank)
+        return self.ranks[rank]
+
+    def at(self, index: Index) -> Plan:
+        """The same for a selection along dims that are neither cut nor have a halo."""
+        return replace(self, ranks=tuple(rank.at(index) for rank in self.ranks))
+
+    def readers(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Chunk -> the ranks that need a part of it."""
+        readers: dict[tuple[int, ...], list[int]] = {}
+        for plan in self.ranks:
+            for chunk in plan.chunks:
+                readers.setdefault(chunk, []).append(plan.rank)
+        return {chunk: tuple(ranks) for chunk, ranks in sorted(readers.items())}
+
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes of all ranks' buffers."""
+        return sum(rank.bytes_needed for rank in self.ranks)
+
+    @property
+    def bytes_fetched(self) -> int:
+        """Bytes that all ranks decode when each reads for itself."""
+        return sum(rank.bytes_fetched for rank in self.ranks)
+
+    @property
+    def amplification(self) -> float:
+        """Bytes fetched per byte needed, over all ranks."""
+        return self.bytes_fetched / self.bytes_needed if self.bytes_needed else 1.0
+
+    def rows(self) -> list[dict[str, str]]:
+        """A table of the plan: one row per rank, column -> text."""
+        return [
+            {
+                "rank": str(plan.rank),
+                **{dim.dim: _describe(dim) for dim in plan.dims},
+                "chunks": str(plan.chunk_count),
+                "needed": f"{plan.bytes_needed / 1e6:.3f} MB",
+                "fetched": f"{plan.bytes_fetched / 1e6:.3f} MB",
+                "amplification": f"{plan.amplification:.2f}",
+            }
+            for plan in self.ranks
+        ]
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
+        lines = ["  ".join(key.rjust(width) for key, width in widths.items())]
+        lines += ["  ".join(row[key].rjust(width) for key, width in widths.items()) for row in rows]
+        return "\n".join(lines)
+
+
+def plan(
+    partition: Partition,
+    layout: Layout,
+    *,
+    halo: Halo = 0,
+    periodic: Collection[str] = (),
+    index: Index | None = None,
+) -> Plan:
+    """Plan the reading of one array.
+
+    Args:
+        partition: who owns which rows; its dims must be dims of the array.
+        layout: how the array is stored (`source.layout`).
+        halo: rows beyond the owned ones; a number or pair applies to every cut dim, a mapping to any dim.
+            At an edge that is not periodic it is clipped, and `DimPlan.halo` says how much was left.
+        periodic: dims that continue at their other end.
+        index: selection along other dims, by int, slice or list (see RankPlan.at).
+
+    Raises:
+        PartitionError: the partition does not fit the array.
+        HaloError: a halo is negative, or wider than the dim.
+        DimensionError: a name is not a dim of the array, or an index is out of range.
+    """
+    halos = _halo_per_dim(halo, partition, layout)
+    for name in periodic:
+        if name not in layout.dims:
+            raise DimensionError(f"periodic names dim {name!r}, but the array's dims are {layout.dims}")
+    for cut in partition.cuts:
+        if cut.dim not in layout.dims:
+            raise PartitionError(f"dim {cut.dim!r} is cut, but the array's dims are {layout.dims}")
+        size = layout.shape[layout.dims.index(cut.dim)]
+        if cut.start < 0 or cut.total > size or (cut.start + cut.total > size and cut.dim not in periodic):
+            raise PartitionError(
+                f"dim {cut.dim!r} has {size} rows, but rows {cut.start} to {cut.start + cut.total} are cut; "
+                f"the sizes {cut.sizes} must lie within it"
+            )
+    whole = _dim_plans({}, layout, {}, ())
+    ranks = []
+    for rank in range(partition.ranks):
+        own = _dim_plans(partition.spans(rank), layout, halos, periodic)
+        ranks.append(RankPlan(rank, layout, tuple({**whole, **own}.values())))
+    planned = Plan(partition, layout, tuple(ranks))
+    return planned.at(index) if index else planned
+
+
+def _halo_per_dim(halo: Halo, partition: Partition, layout: Layout) -> dict[str, tuple[int, int]]:
+    per_dim = halo if isinstance(halo, Mapping) else dict.fromkeys(partition.dims, halo)
+    halos: dict[str, tuple[int, int]] = {}
+    for dim, width in per_dim.items():
+        if dim not in layout.dims:
+            raise DimensionError(f"halo names dim {dim!r}, but the array's dims are {layout.dims}")
+        low, high = (width, width) if isinstance(width, int) else width
+        size = layout.shape[layout.dims.index(dim)]
+        if not (0 <= low <= size and 0 <= high <= size):
+            raise HaloError(f"halo {(low, high)} along dim {dim!r} of {size} rows; each side must be 0 to {size}")
+        halos[dim] = (low, high)
+    return halos
+
+
+def _dim_plans(
+    spans: Mapping[str, Span],
+    layout: Layout,
+    halos: Mapping[str, tuple[int, int]],
+    periodic: Collection[str],
+) -> dict[str, DimPlan]:
+    """The plans of the dims that are cut or have a halo; if there are none, those of all dims, whole."""
+    plans = {}
+    for dim, size, chunk in zip(layout.dims, layout.shape, layout.chunks, strict=True):
+        if (spans or halos) and dim not in spans and dim not in halos:
+            continue
+        owned = spans.get(dim, Span(0, size))
+        low, high = halos.get(dim, (0, 0)) if owned.size else (0, 0)
+        if dim not in periodic:
+            low, high = min(low, owned.start), min(high, size - owned.stop)
+        runs = _wrapped(owned.start - low, owned.stop + high, size)
+        plans[dim] = DimPlan(dim, owned, (low, high), tuple(runs), chunk)
+    return plans
+
+
+def _wrapped(start: int, stop: int, size: int) -> list[Run]:
+    """Rows start..stop of an endless repetition of an array of `size` rows, as runs within the array."""
+    runs, dest = [], 0
+    while start + dest < stop:
+        source = (start + dest) % size
+        length = min(stop - start - dest, size - source)
+        runs.append(Run(source, dest, length))
+        dest += length
+    return runs
+
+
+def _pieces(runs: Sequence[Run], chunk: int) -> tuple[Piece, ...]:
+    """Runs cut at chunk boundaries and grouped by chunk."""
+    by_chunk: dict[int, list[Run]] = {}
+    for source, dest, size in runs:
+        done = 0
+        while done < size:
+            number = (source + done) // chunk
+            length = min(size - done, (number + 1) * chunk - source - done)
+            by_chunk.setdefault(number, []).append(Run(source + done, dest + done, length))
+            done += length
+    return tuple(Piece(number, tuple(by_chunk[number])) for number in sorted(by_chunk))
+
+
+def _chosen(plan: DimPlan, index: SupportsIndex | slice | Sequence[int], size: int) -> DimPlan:
+    """The plan of a dim replaced by a selection along it."""
+    if plan.owned != Span(0, size) or plan.halo != (0, 0):
+        raise DimensionError(f"dim {plan.dim!r} is cut or has a halo, so it cannot be indexed as well")
+    dropped = isinstance(index, SupportsIndex)
+    rows: Sequence[int]
+    if isinstance(index, slice):
+        rows = range(size)[index]
+    elif isinstance(index, SupportsIndex):
+        rows = [operator.index(index)]
+    else:
+        rows = [operator.index(row) for row in index]
+    runs: list[Run] = []
+    for dest, row in enumerate(rows):
+        if not -size <= row < size:
+            raise DimensionError(f"index {row} along dim {plan.dim!r} is out of range: it has {size} rows")
+        row %= size
+        if runs and row == runs[-1].source + runs[-1].size:
+            runs[-1] = runs[-1]._replace(size=runs[-1].size + 1)
+        else:
+            runs.append(Run(row, dest, 1))
+    owned = Span(runs[0].source, runs[0].source + len(rows)) if runs else Span(0, 0)
+    return DimPlan(plan.dim, owned, (0, 0), tuple(runs), plan.chunk, dropped)
+
+
+def _describe(dim: DimPlan) -> str:
+    low, high = dim.halo
+    halo = f" +{low}/{high}" if low or high else ""
+    return f"{dim.owned.start}:{dim.owned.stop}{halo}"

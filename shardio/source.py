@@ -1,0 +1,226 @@
+"""Source, one stored array; Store, an opened file or tree of arrays; and the table of formats that open them."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from shardio.box import Box, shape_of, whole
+from shardio.decode import Decode
+from shardio.errors import StoreNotFoundError, UnknownFormatError, VariableNotFoundError
+from shardio.location import is_url, local_path
+
+Missing = Literal["raise", "fill"]
+"""What a read does where a chunk was never written: raise MissingChunkError, or give the array's fill value."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an array lies in its store; all that planning needs to know of it.
+
+    Attributes:
+        dims: name of each dimension.
+        shape: extent of each dimension.
+        chunks: extent of the unit that is decoded at once: the stored chunk, or the inner chunk of a shard.
+        itemsize: bytes of one stored element.
+        partial: any box of a chunk can be fetched alone (contiguous storage), so nothing is rounded up to chunks.
+    """
+
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    itemsize: int
+    partial: bool = False
+
+
+class Source(ABC):
+    """One stored array. Reads of different boxes from several threads at once are safe.
+
+    Attributes:
+        name: path inside the store, such as "t2m" or "group/t2m".
+        dims, shape, chunks, partial: see Layout.
+        dtype: dtype that `read_into` delivers: the stored one in native byte order.
+        attrs: the stored attributes.
+        decode: how stored values become physical ones.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        dims: tuple[str, ...],
+        shape: tuple[int, ...],
+        chunks: tuple[int, ...],
+        dtype: np.dtype[Any],
+        attrs: Mapping[str, Any],
+        partial: bool = False,
+        decode: Decode | None = None,
+    ) -> None:
+        self.name = name
+        self.dims = dims
+        self.shape = shape
+        self.chunks = tuple(max(1, chunk) for chunk in chunks)
+        self.dtype = dtype.newbyteorder("=") if dtype.kind in "iufcb" else dtype
+        self.attrs = dict(attrs)
+        self.partial = partial
+        self.decode = Decode.from_attrs(self.attrs, self.dtype) if decode is None else decode
+
+    @property
+    def layout(self) -> Layout:
+        """The facts that planning needs."""
+        return Layout(self.dims, self.shape, self.chunks, self.dtype.itemsize, self.partial)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array, decoded."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @abstractmethod
+    def read_into(self, box: Box, out: np.ndarray[Any, Any]) -> None:
+        """Read the stored values of a box, undecoded, into `out` of the box's shape and this dtype.
+
+        Raises MissingChunkError where a chunk is absent and the store was opened with missing="raise".
+        """
+
+    def read(self, box: Box | None = None) -> np.ndarray[Any, Any]:
+        """The stored values of a box (by default all of them), undecoded. For small arrays: coordinates, names."""
+        box = whole(self.shape) if box is None else box
+        out = np.empty(shape_of(box), dtype=self.dtype)
+        self.read_into(box, out)
+        return out
+
+    def __repr__(self) -> str:
+        dims = ", ".join(f"{dim}: {size}" for dim, size in zip(self.dims, self.shape, strict=True))
+        return f"<{type(self).__name__} {self.name!r} ({dims}) {self.dtype} chunks {self.chunks}>"
+
+
+@dataclass
+class Store(Mapping[str, Source]):
+    """An opened store: its arrays by name, held open until `close`.
+
+    Attributes:
+        url: where it was opened from, as shown in errors.
+        sources: the arrays.
+        attrs: attributes of the root.
+        format: name of the format that opened it.
+        coordinates: arrays that the format knows to be coordinates, beside those that attributes tell.
+    """
+
+    url: str
+    sources: Mapping[str, Source]
+    attrs: Mapping[str, Any]
+    format: str
+    closers: tuple[Callable[[], None], ...] = field(default=(), repr=False)
+    coordinates: frozenset[str] = frozenset()
+
+    def __getitem__(self, name: str) -> Source:
+        try:
+            return self.sources[name]
+        except KeyError:
+            raise VariableNotFoundError(
+                f"{self.url} has no array {name!r}; it has: {', '.join(map(repr, self.sources)) or 'none'}"
+            ) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sources)
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def close(self) -> None:
+        """Close the files behind the arrays; reading them afterwards is an error."""
+        for closer in self.closers:
+            closer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+Opener = Callable[..., Store]
+"""Called as opener(source, missing=..., **options)."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A row of the format table.
+
+    Attributes:
+        name: what `open_store(format=...)` calls it.
+        opener: makes a Store; called as opener(source, missing=..., **options).
+        suffixes: file name endings that are surely this format.
+        sniff: does this object, or this existing path's content, look like the format?
+    """
+
+    name: str
+    opener: Opener
+    suffixes: tuple[str, ...]
+    sniff: Callable[[Any], bool]
+
+
+FORMATS: dict[str, Format] = {}
+
+
+def register_format(
+    name: str, opener: Opener, *, suffixes: tuple[str, ...] = (), sniff: Callable[[Any], bool] = lambda source: False
+) -> None:
+    """Add a format. Content (`sniff`) decides before the suffix does; twice the same name is an error."""
+    if name in FORMATS:
+        raise ValueError(f"format {name!r} is already registered; choose another name")
+    FORMATS[name] = Format(name, opener, suffixes, sniff)
+
+
+def open_store(source: Any, *, format: str | None = None, missing: Missing = "raise", **options: Any) -> Store:
+    """Open a store of arrays.
+
+    Args:
+        source: path or URL of a Zarr store, HDF5, NetCDF or GRIB file; an open zarr store, group, h5py.File or
+            xarray.Dataset; an opened Store is given back as it is.
+        format: name of a registered format; by default found from the content, then from the name's ending.
+        missing: where a Zarr chunk was never written, "raise" MissingChunkError on reading it, or "fill" with the
+            array's fill value (which decodes to NaN only if the attributes declare it missing).
+        options: passed to the format (storage_options=... for remote URLs).
+
+    Raises:
+        StoreNotFoundError: there is nothing at this path.
+        UnknownFormatError: no format opens it.
+    """
+    if isinstance(source, Store):
+        return source
+    if isinstance(source, os.PathLike):
+        source = Path(source)
+    if missing not in ("raise", "fill"):
+        raise ValueError(f"missing={missing!r} is not known; it is 'raise' or 'fill'")
+    return _find_format(source, format).opener(source, missing=missing, **options)
+
+
+def _find_format(source: Any, name: str | None) -> Format:
+    from shardio.formats import load_all  # here, because every format imports this file
+
+    load_all()
+    if isinstance(source, (str, os.PathLike)) and not is_url(source) and not local_path(source).exists():
+        raise StoreNotFoundError(f"there is nothing at {os.fspath(source)!r}; check the path")
+    if name is not None:
+        if name not in FORMATS:
+            raise UnknownFormatError(f"format {name!r} is not known; known are: {', '.join(sorted(FORMATS))}")
+        return FORMATS[name]
+    for row in FORMATS.values():
+        if row.sniff(source):
+            return row
+    if isinstance(source, (str, os.PathLike)):
+        path = os.fspath(source).rstrip("/")
+        for row in FORMATS.values():
+            if path.lower().endswith(row.suffixes):
+                return row
+    raise UnknownFormatError(
+        f"{source!r} is no store that a format recognises by its content or its ending; "
+        f"say format=, one of: {', '.join(sorted(FORMATS))}"
+    )
