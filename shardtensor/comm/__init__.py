@@ -1,0 +1,24 @@
+"""Exchanges between the ranks of one process group, each with its adjoint; nothing here knows sharded tensors."""
+
+from shardtensor.comm.all_to_all import all_to_all
+from shardtensor.comm.gather import all_gather, reduce_scatter
+from shardtensor.comm.halo import halo_begin, halo_exchange, halo_reduce
+from shardtensor.comm.library import group_of
+from shardtensor.comm.reduce import all_reduce
+from shardtensor.comm.ring import ring_shift, ring_shift_begin
+from shardtensor.comm.trace import CommTrace, comm_trace
+
+__all__ = [
+    "CommTrace",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "comm_trace",
+    "group_of",
+    "halo_begin",
+    "halo_exchange",
+    "halo_reduce",
+    "reduce_scatter",
+    "ring_shift",
+    "ring_shift_begin",
+]

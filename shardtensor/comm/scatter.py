@@ -1,0 +1,72 @@
+"""One rank to all: send each rank its own block, or the same values to every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardtensor.comm.library import exchange, resolve
+
+__all__ = ["broadcast_value", "broadcast_values", "scatter_blocks"]
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten().view(torch.uint8)
+
+
+def scatter_blocks(
+    blocks: dict[int, torch.Tensor] | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device, src: int
+) -> torch.Tensor:
+    """Send each rank its block; nothing else travels.
+
+    Args:
+        blocks: by global rank on the source, None elsewhere.
+        shape, dtype, device: of this rank's block.
+        src: global rank of the source.
+    """
+    group = dist.group.WORLD
+    rank = dist.get_rank()
+    sent = 0
+    if blocks is not None:
+        mine = blocks[rank].to(device, copy=True, memory_format=torch.contiguous_format)
+        out = {peer: block.to(device).contiguous() for peer, block in blocks.items() if peer != rank and block.numel()}
+        ops = [dist.P2POp(dist.isend, _bytes(block), peer, group) for peer, block in out.items()]
+        sent = sum(op.tensor.numel() for op in ops)
+    else:
+        mine = torch.empty(tuple(shape), dtype=dtype, device=device)
+        ops = [dist.P2POp(dist.irecv, _bytes(mine), src, group)] if mine.numel() else []
+    with exchange("scatter", group, sent):
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
+    return mine
+
+
+def broadcast_value(value: Any, src: int, group: str) -> Any:
+    """A picklable value of rank ``src`` of the group, on every rank."""
+    process_group, _, world = resolve(group)
+    if world == 1:
+        return value
+    box = [value]
+    with exchange("broadcast", process_group, 0):
+        dist.broadcast_object_list(box, group=process_group, group_src=src)
+    return box[0]
+
+
+def broadcast_values(tensors: Sequence[torch.Tensor], src: int, group: str) -> None:
+    """Overwrite ``tensors`` with those of rank ``src`` of the group, one message per dtype."""
+    process_group, rank, world = resolve(group)
+    if world == 1:
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for members in by_dtype.values():
+        flat = torch.cat([member.detach().flatten() for member in members])
+        if flat.numel():
+            with exchange("broadcast", process_group, flat.numel() * flat.element_size() if rank == src else 0):
+                dist.broadcast(_bytes(flat), group=process_group, group_src=src)
+        for member, values in zip(members, flat.split([member.numel() for member in members]), strict=True):
+            member.detach().copy_(values.view_as(member))

@@ -1,0 +1,131 @@
+"""What rules share: the spec and block of any argument, common layouts of broadcast operands, results of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from shardtensor.redistribute import redistribute_local
+from shardtensor.spec import (
+    AxisLayout,
+    Cut,
+    DeviceMesh,
+    Layout,
+    Partial,
+    Replicate,
+    ShardTensorSpec,
+    replicate,
+)
+from shardtensor.tensor import ShardTensor, wrap
+
+__all__ = [
+    "aligned",
+    "common_layout",
+    "local_in",
+    "mesh_of",
+    "operand_layout",
+    "replicated_result",
+    "resolved",
+    "spec_of",
+    "uncut",
+    "whole",
+]
+
+_REPLICATE = Replicate()
+
+
+def mesh_of(*args: Any) -> DeviceMesh:
+    """The mesh of the first sharded tensor among the arguments (lists are looked into)."""
+    for arg in args:
+        if isinstance(arg, ShardTensor):
+            return arg._spec.mesh
+        if isinstance(arg, list | tuple):
+            for item in arg:
+                if isinstance(item, ShardTensor):
+                    return item._spec.mesh
+    raise AssertionError("a rule was called without a sharded tensor")
+
+
+def spec_of(tensor: torch.Tensor, mesh: DeviceMesh) -> ShardTensorSpec:
+    """The layout of an argument; a plain tensor is the same on every rank."""
+    if isinstance(tensor, ShardTensor):
+        return tensor._spec
+    return ShardTensorSpec.of(mesh, replicate(mesh.ndim), tensor.shape, tensor.dtype, tensor.stride())
+
+
+def local_in(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's block of an argument (sharded or plain), brought to ``layout``."""
+    local = tensor._local_tensor if isinstance(tensor, ShardTensor) else tensor
+    return redistribute_local(local, spec_of(tensor, mesh), layout)
+
+
+def aligned(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> ShardTensor:
+    """An argument (sharded or plain) as a sharded tensor in ``layout``."""
+    if isinstance(tensor, ShardTensor) and tensor._spec.layout == layout:
+        return tensor
+    return wrap(local_in(tensor, layout, mesh), spec_of(tensor, mesh).with_layout(layout))
+
+
+def resolved(tensor: ShardTensor) -> ShardTensor:
+    """The tensor with pending reductions done."""
+    return aligned(tensor, tensor._spec.resolved_layout, tensor._spec.mesh) if tensor._spec.partial_axes else tensor
+
+
+def uncut(tensor: ShardTensor, dims: Iterable[int]) -> ShardTensor:
+    """The tensor with pending reductions done and ``dims`` (>= 0) whole on every rank; other cuts stay."""
+    wanted = set(dims)
+    layout = tuple(
+        _REPLICATE if isinstance(entry, Cut) and entry.dim in wanted else entry
+        for entry in tensor._spec.resolved_layout
+    )
+    return aligned(tensor, layout, tensor._spec.mesh)
+
+
+def whole(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The whole of an argument as a plain tensor, on every rank."""
+    return local_in(tensor, replicate(mesh.ndim), mesh)
+
+
+def replicated_result(local: torch.Tensor, mesh: DeviceMesh) -> ShardTensor:
+    """A result that every rank computed whole."""
+    return wrap(local, ShardTensorSpec.of(mesh, replicate(mesh.ndim), local.shape, local.dtype, local.stride()))
+
+
+def common_layout(specs: Sequence[ShardTensorSpec], shape: Sequence[int]) -> Layout:
+    """The layout in which broadcast operands meet, over the dims of the broadcast ``shape``; no pending reductions.
+
+    The operand with the most cuts, then the largest, leads; axes that it leaves whole follow the others.
+    """
+    layout: list[AxisLayout] = [_REPLICATE] * len(specs[0].layout)
+    for spec in sorted(specs, key=lambda spec: (-len(spec.cuts), -spec.shape.numel())):
+        offset = len(shape) - spec.ndim
+        taken = {entry.dim for entry in layout if isinstance(entry, Cut)}
+        for axis, cut in spec.cuts:
+            dim = cut.dim + offset
+            broadcast = spec.shape[cut.dim] != shape[dim]
+            if not broadcast and dim not in taken and not isinstance(layout[axis], Cut):
+                layout[axis] = cut.moved(dim) if offset else cut
+    return tuple(layout)
+
+
+def operand_layout(layout: Layout, spec: ShardTensorSpec, shape: Sequence[int]) -> Layout:
+    """How one operand must lie so that its blocks fit a result of ``shape`` in ``layout``."""
+    offset = len(shape) - spec.ndim
+    entries: list[AxisLayout] = []
+    for entry in layout:
+        if isinstance(entry, Cut):
+            dim = entry.dim - offset
+            if dim < 0 or spec.shape[dim] != shape[entry.dim]:
+                entries.append(_REPLICATE)
+                continue
+            entry = entry.moved(dim) if offset else entry
+        entries.append(entry)
+    return tuple(entries)
+
+
+def has_sum(layout: Layout) -> bool:
+    """Whether every pending reduction of the layout is a sum (and there is one)."""
+    pending = [entry for entry in layout if isinstance(entry, Partial)]
+    return bool(pending) and all(entry.reduce_op == "sum" for entry in pending)

@@ -1,0 +1,215 @@
+"""Point-wise ops: every output element needs the same element of the inputs, so blocks are computed where they lie.
+
+The table is torch's own: every op that torch tags as point-wise, and the rows below that it does not tag.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardtensor.registry import rule
+from shardtensor.rules.layouts import common_layout, has_sum, local_in, mesh_of, operand_layout, spec_of
+from shardtensor.spec import Layout, ShardTensorSpec, contiguous_stride
+from shardtensor.tensor import ShardTensor, wrap
+
+__all__ = ["pointwise", "pointwise_"]
+
+aten = torch.ops.aten
+
+# Names (all overloads) that are point-wise though torch does not tag them.
+UNTAGGED = """
+    alias detach lift_fresh _to_copy fill masked_fill where rsub complex polar _conj _prelu_kernel _prelu_kernel_backward
+    hardswish hardtanh_backward leaky_relu_backward elu_backward softplus_backward mish_backward hardswish_backward
+    hardsigmoid_backward log_sigmoid_forward log_sigmoid_backward softshrink_backward hardshrink_backward
+    zeros_like ones_like full_like empty_like clamp_min clamp_max floor_divide bitwise_not special_i0
+    copy_ fill_ zero_ masked_fill_ eq_ ne_ lt_ le_ gt_ ge_ relu6_ hardswish_ mish_ celu_ selu_ elu_ threshold_
+    sigmoid_ silu_ gelu_ softplus_ floor_divide_ clip_ fmod_ remainder_ float_power_ copysign_ digamma_ lgamma_
+    polygamma_ square_ conj_physical_ gcd_ lcm_ heaviside_ logical_and_ logical_or_ logical_xor_ logical_not_ abs_
+    __iand__ __ior__ __and__ __or__ sign_ xlogy_ ldexp_ hardsigmoid_ hardtanh_ leaky_relu_
+""".split()
+
+# f(a + b) == f(a) + f(b): a pending sum may stay pending.
+LINEAR = {
+    aten.neg.default,
+    aten.neg_.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.positive.default,
+    aten.lift_fresh.default,
+    aten.zero_.default,
+    aten._conj.default,
+}
+SCALING = {
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.mul_.Tensor,
+    aten.mul_.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.div_.Tensor,
+    aten.div_.Scalar,
+}
+ADDING = {aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor}
+
+
+def pointwise(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a point-wise op on the local blocks; operands laid out otherwise are brought to one layout first."""
+    spec: ShardTensorSpec | None = None
+    blocks = []
+    for arg in args:
+        if isinstance(arg, ShardTensor):
+            found = arg._spec
+            if spec is None:
+                if not found.is_plain:
+                    return _general(op, args, kwargs)
+                spec = found
+            elif found is not spec and not _same_place(found, spec):
+                return _general(op, args, kwargs)
+            blocks.append(arg._local_tensor)
+        elif isinstance(arg, torch.Tensor) and arg.dim():
+            return _general(op, args, kwargs)
+        else:
+            blocks.append(arg)
+    if spec is None:
+        return _general(op, args, kwargs)
+    return _wrapped(op(*blocks, **kwargs), spec)
+
+
+def _same_place(one: ShardTensorSpec, other: ShardTensorSpec) -> bool:
+    return (
+        one.layout == other.layout and one.tensor_meta.shape == other.tensor_meta.shape and not one.broadcast_dims
+    )
+
+
+def _wrapped(result: Any, spec: ShardTensorSpec) -> Any:
+    if isinstance(result, torch.Tensor):
+        return wrap(result, spec)
+    return tuple(wrap(part, spec) for part in result)
+
+
+def _general(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Operands in different layouts, broadcast, expanded or waiting for a reduction."""
+    mesh = mesh_of(args, tuple(kwargs.values()))
+    specs = [spec_of(arg, mesh) for arg in args if isinstance(arg, torch.Tensor)]
+    shape = torch.broadcast_shapes(*(spec.shape for spec in specs))
+    layout = _pending_layout(op, args, specs) or common_layout(specs, shape)
+    lazy = [dim for dim in range(len(shape)) if shape[dim] > 1 and all(_stands_still(s, dim, shape) for s in specs)]
+    blocks = [
+        _first_rows(local_in(arg, operand_layout(layout, spec_of(arg, mesh), shape), mesh), lazy, len(shape))
+        if isinstance(arg, torch.Tensor)
+        else arg
+        for arg in args
+    ]
+    result = op(*blocks, **kwargs)
+    spec = ShardTensorSpec.of(mesh, layout, shape, specs[0].dtype, _stride(specs, shape, lazy))
+    if lazy:
+        return _wrapped(_expanded(result, spec.local_shape), spec)
+    return _wrapped(result, spec)
+
+
+def _pending_layout(op: Any, args: tuple[Any, ...], specs: list[ShardTensorSpec]) -> Layout | None:
+    """The layout of the result where pending sums may stay pending, else None: they are resolved first."""
+    first = specs[0]
+    if not isinstance(args[0], torch.Tensor) or not has_sum(first.layout):
+        return None
+    if op in LINEAR or (op is aten._to_copy.default and first.dtype.is_floating_point):
+        return first.layout
+    if op in SCALING and all(spec.ndim == 0 and not spec.partial_axes for spec in specs[1:]):
+        return first.layout
+    # A scalar added to a pending sum would be added once per rank.
+    if op in ADDING and len(specs) == 2 and specs[1].layout == first.layout and specs[1].shape == first.shape:
+        return first.layout
+    return None
+
+
+def _stands_still(spec: ShardTensorSpec, dim: int, shape: torch.Size) -> bool:
+    """Whether the operand has one value along the result's ``dim``."""
+    own = dim - (len(shape) - spec.ndim)
+    return own < 0 or spec.shape[own] == 1 or own in spec.broadcast_dims
+
+
+def _first_rows(block: torch.Tensor, dims: list[int], ndim: int) -> torch.Tensor:
+    """One row of every expanded dim: what is stored once is computed once."""
+    for dim in dims:
+        own = dim - (ndim - block.dim())
+        if own >= 0 and block.shape[own] > 1:
+            block = block.narrow(own, 0, 1)
+    return block
+
+
+def _expanded(result: Any, shape: torch.Size) -> Any:
+    if isinstance(result, torch.Tensor):
+        return result.expand(shape)
+    return tuple(part.expand(shape) for part in result)
+
+
+def _stride(specs: list[ShardTensorSpec], shape: torch.Size, lazy: list[int]) -> tuple[int, ...]:
+    """Strides of the result: those of the first operand that has its full shape, row-major otherwise."""
+    for spec in specs:
+        if spec.shape == shape and not spec.broadcast_dims:
+            return spec.tensor_meta.stride
+    stored = contiguous_stride([1 if dim in lazy else length for dim, length in enumerate(shape)])
+    return tuple(0 if dim in lazy else step for dim, step in enumerate(stored))
+
+
+def pointwise_(op: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run an in-place point-wise op: operands are brought to the layout of the tensor that is written."""
+    mesh = mesh_of(target, args, tuple(kwargs.values()))
+    if isinstance(target, ShardTensor):
+        own_up(target, op, args)
+    specs = [spec_of(target, mesh), *(spec_of(arg, mesh) for arg in args if isinstance(arg, torch.Tensor))]
+    layout, shape = specs[0].layout, specs[0].shape
+    blocks = [
+        local_in(arg, operand_layout(layout, spec_of(arg, mesh), shape), mesh) if isinstance(arg, torch.Tensor) else arg
+        for arg in args
+    ]
+    op(target._local_tensor if isinstance(target, ShardTensor) else target, *blocks, **kwargs)
+    return target
+
+
+def own_up(target: ShardTensor, op: Any = None, args: tuple[Any, ...] = ()) -> None:
+    """Make the block of ``target`` a block that can be written: no pending reduction, no expanded rows.
+
+    A tensor that is stored expanded (a fresh ``new_zeros``, say) takes the layout of the first other operand of its
+    shape, so that it never becomes whole on any rank.
+    """
+    spec = target._spec
+    expanded = any(n > 1 and step == 0 for n, step in zip(target._local_tensor.shape, target._local_tensor.stride()))
+    layout = spec.resolved_layout
+    if spec.partial_axes and _pending_layout(op, (target, *args), [spec, *_specs(args)]):
+        layout = spec.layout
+    elif expanded:
+        layout = next((s.resolved_layout for s in _specs(args) if s.shape == spec.shape), layout)
+    if layout != spec.layout or expanded:
+        block = local_in(target, layout, spec.mesh)
+        target._local_tensor = block.clone(memory_format=torch.contiguous_format) if expanded else block
+        target._spec = ShardTensorSpec.of(spec.mesh, layout, spec.shape, spec.dtype)
+
+
+def _specs(args: tuple[Any, ...]) -> list[ShardTensorSpec]:
+    return [arg._spec for arg in args if isinstance(arg, ShardTensor)]
+
+
+def _enter_table() -> None:
+    packets = (getattr(aten, name) for name in dir(aten))
+    for packet in packets:
+        if not isinstance(packet, torch._ops.OpOverloadPacket):
+            continue
+        listed = packet.__name__ in UNTAGGED
+        for overload in packet.overloads():
+            op = getattr(packet, overload)
+            arguments = op._schema.arguments
+            takes_out = any(argument.is_out for argument in arguments)
+            tensors = all(any("Tensor" in str(item.type) for item in side) for side in (arguments, op._schema.returns))
+            if takes_out or not tensors or not (listed or torch.Tag.pointwise in op.tags):
+                continue
+            entry = partial(pointwise_ if op._schema.is_mutable else pointwise, op)
+            entry.__module__ = __name__
+            rule(op)(entry)
+
+
+_enter_table()
