@@ -12,6 +12,9 @@ from shardtensor.comm.library import defined_op, exchange, resolve
 
 __all__ = ["all_gather", "reduce_scatter"]
 
+# torch 2.13 renamed it and warns about the old name.
+_gather_blocks = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 def _fake_gather(x: torch.Tensor, dim: int, sizes: list[int], group: str) -> torch.Tensor:
     return x.new_empty([*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]])
@@ -29,7 +32,7 @@ def _all_gather(x: torch.Tensor, dim: int, sizes: list[int], group: str) -> torc
     gathered = x.new_empty([world, *block.shape])
     if block.numel():
         with exchange("all_gather", process_group, x.numel() * x.element_size()):
-            dist.all_gather_into_tensor(_bytes(gathered), _bytes(block), group=process_group)
+            _gather_blocks(_bytes(gathered), _bytes(block), group=process_group)
     out = _fake_gather(x, dim, sizes, group)
     torch.cat([gathered[rank, :size].movedim(0, dim) for rank, size in enumerate(sizes)], dim, out=out)
     return out
