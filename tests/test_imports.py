@@ -15,7 +15,9 @@ PACKAGES = {
 }
 LAYERS = list(PACKAGES)  # lowest first: each may import itself and those before it
 RUNTIME_LAYERS = ["errors", "spec", "comm", "rules"]  # of shardtensor, lowest first
-SPEAKS_DISTRIBUTED = {"spec", "comm", "tensor", "testing"}  # modules of shardtensor that may know torch.distributed
+COMMUNICATES = {"comm", "distribute", "testing"}  # modules of shardtensor that may use all of torch.distributed
+KNOWS_ITS_TYPES = {"spec", "tensor", "boundary", "promotion"}  # may use these parts: meshes, placements, DTensor
+TYPES = ("torch.distributed.device_mesh", "torch.distributed.tensor")
 
 FILES = [(path, name) for name, folder in PACKAGES.items() for path in sorted(folder.rglob("*.py"))]
 every_file = pytest.mark.parametrize(("path", "package"), FILES, ids=[str(p.relative_to(ROOT)) for p, _ in FILES])
@@ -76,9 +78,12 @@ def test_no_import_goes_up(path: Path, package: str) -> None:
 @every_file
 def test_only_the_parts_that_communicate_know_torch_distributed(path: Path, package: str) -> None:
     module = module_name(path, package)
-    if package != "shardtensor" or module.split(".")[1] in SPEAKS_DISTRIBUTED:
-        return
+    part = module.split(".")[1]
     names = {name for name in imported(path.read_text("utf-8"), module) if under(name, "torch.distributed")}
+    if package == "shardtensor" and part in COMMUNICATES:
+        return
+    if package == "shardtensor" and part in KNOWS_ITS_TYPES:
+        names = {name for name in names if not under(name, *TYPES)}
     assert not names, f"{module} uses {sorted(names)}; call shardtensor.comm, take placements from shardtensor.spec"
 
 
@@ -90,6 +95,14 @@ def test_packages_are_imported_from_this_tree(package: str) -> None:
 def test_the_wheel_holds_exactly_these_packages() -> None:
     build = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["hatch"]["build"]
     assert [ROOT / folder for folder in build["targets"]["wheel"]["packages"]] == list(PACKAGES.values())
+
+
+def test_the_extra_that_an_error_names_installs_the_library() -> None:
+    from shardio.extras import EXTRAS
+
+    rows = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    for distribution, extra, _ in EXTRAS.values():
+        assert any(row.split(">")[0] == distribution for row in rows.get(extra, [])), (distribution, extra)
 
 
 def test_datasets_is_a_folder_and_not_a_package() -> None:
