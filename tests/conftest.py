@@ -4,11 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its pool; spawned ranks inherit it
-
 import torch
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks that tests spawn
 torch.set_num_threads(1)
 
 
