@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,9 +22,13 @@ _warned: set[Any] = set()
 def run_replicated(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on gathered inputs; results are replicated, arguments written to keep their layout.
 
+    An op that torch composes of others is taken apart instead: under ``inference_mode`` it arrives here whole.
+
     Raises:
         MissingRuleError: inside `strict()`.
     """
+    if _is_composite(func):
+        return func.decompose(*args, **kwargs)
     found: list[Any] = []
     local_args, local_kwargs = _map((args, kwargs), lambda tensor: _gathered(tensor, found))
     if is_strict():
@@ -46,6 +51,11 @@ def run_replicated(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
         for tensor, whole in found:
             _write_back(tensor, whole)
     return _map(result, lambda local: by_local.get(id(local)) or _replicated(local, mesh))
+
+
+@lru_cache(maxsize=1024)
+def _is_composite(func: torch._ops.OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _map(value: Any, function: Any) -> Any:
