@@ -1,5 +1,6 @@
 """Exchanges between the ranks of one process group, each with its adjoint; nothing here knows sharded tensors."""
 
+from shardtensor.comm.agree import SideGroup, gather_facts
 from shardtensor.comm.all_to_all import all_to_all
 from shardtensor.comm.gather import all_gather, reduce_scatter
 from shardtensor.comm.halo import halo_begin, halo_exchange, halo_reduce
@@ -10,10 +11,12 @@ from shardtensor.comm.trace import CommTrace, comm_trace
 
 __all__ = [
     "CommTrace",
+    "SideGroup",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "comm_trace",
+    "gather_facts",
     "group_of",
     "halo_begin",
     "halo_exchange",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["CommTrace", "Sent", "comm_trace", "op_scope", "record", "tracing"]
+__all__ = ["CommTrace", "Sent", "comm_trace", "op_scope", "record", "running"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Sent:
     op: str
 
 
-@dataclass
+@dataclass(eq=False)
 class CommTrace:
     """Exchanges of this rank, in order."""
 
@@ -43,31 +44,34 @@ class CommTrace:
         return "\n".join(lines) or "no exchange"
 
 
-_traces: list[CommTrace] = []
-_op: list[str] = []
+running: list[CommTrace] = []
+"""The traces that are open, outermost first; shared by all threads, as backward may run in one of its own."""
 
 
-def tracing() -> bool:
-    """Whether a `comm_trace` is running."""
-    return bool(_traces)
+class _Ops(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[str] = []
+
+
+_ops = _Ops()
 
 
 def record(exchange: str, sent_bytes: int) -> None:
     """Add one exchange to the running traces."""
-    if _traces:
-        item = Sent(exchange, sent_bytes, _op[-1] if _op else "")
-        for trace in _traces:
+    if running:
+        item = Sent(exchange, sent_bytes, _ops.stack[-1] if _ops.stack else "")
+        for trace in running:
             trace.sent.append(item)
 
 
 @contextmanager
 def op_scope(op: str) -> Iterator[None]:
     """Name the op that the exchanges inside serve."""
-    _op.append(op)
+    _ops.stack.append(op)
     try:
         yield
     finally:
-        _op.pop()
+        _ops.stack.pop()
 
 
 @contextmanager
@@ -80,8 +84,8 @@ def comm_trace() -> Iterator[CommTrace]:
         >>> print(trace)
     """
     trace = CommTrace()
-    _traces.append(trace)
+    running.append(trace)
     try:
         yield trace
     finally:
-        _traces.remove(trace)
+        running.remove(trace)

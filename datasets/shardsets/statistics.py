@@ -1,0 +1,138 @@
+"""Mean and standard deviation per channel: given by the user, or computed once by all ranks together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardsets.errors import SampleError
+from shardsets.grid import GridSamples, GridSlabReader
+
+__all__ = ["ChannelStatistics", "Moments", "given_statistics", "measure"]
+
+
+@dataclass(frozen=True)
+class ChannelStatistics:
+    """Mean and standard deviation of every channel of one step, in the units of the data.
+
+    Attributes:
+        channels: their names.
+        mean, std: one value per channel.
+    """
+
+    channels: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        bad = [name for name, m, s in zip(self.channels, self.mean, self.std, strict=True) if not math.isfinite(m + s)]
+        if bad:
+            raise SampleError(f"statistics of {bad} are not finite: those channels hold no values, or infinite ones")
+
+    def normalize_(self, field: torch.Tensor) -> None:
+        """(x - mean) / std in place on [B, steps * channels, ...]; a constant channel (std 0) is only centred."""
+        view = field.unflatten(1, (-1, len(self.channels)))
+        mean, scale = self._columns(field)
+        view.sub_(mean).div_(scale)
+
+    def denormalized(self, field: torch.Tensor) -> torch.Tensor:
+        """The inverse of `normalize_`, as a new tensor; plain or sharded."""
+        mean, scale = (column.repeat(field.shape[1] // len(self.channels), 1, 1) for column in self._columns(field))
+        return field * scale + mean
+
+    def _columns(self, field: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean = torch.tensor(self.mean, dtype=field.dtype, device=field.device)
+        scale = torch.tensor([value or 1.0 for value in self.std], dtype=field.dtype, device=field.device)
+        return mean[:, None, None], scale[:, None, None]
+
+
+def given_statistics(given: Any, samples: Any) -> ChannelStatistics:
+    """Statistics from a JSON file of ``shardio stats``, a `shardio.statistics.Statistics`, or {name: (mean, std)}.
+
+    A mapping may name channels ("t_850") or variables ("t").
+
+    Raises:
+        SampleError: a channel has no statistics.
+    """
+    if isinstance(given, ChannelStatistics):
+        given = dict(zip(given.channels, zip(given.mean, given.std, strict=True), strict=True))
+    if isinstance(given, str | Path):
+        from shardio.statistics import Statistics
+
+        given = Statistics.from_json(given)
+    pairs = given if isinstance(given, Mapping) else _by_channel(given, samples)
+    owner = {name: field.source.name for field in samples.fields for name in samples.names(field)}
+    found = {}
+    for channel in samples.channels:
+        key = channel if channel in pairs else owner[channel]
+        if key not in pairs:
+            raise SampleError(f"statistics have no entry for channel {channel!r}; they have {sorted(pairs)}")
+        found[channel] = pairs[key]
+    return ChannelStatistics(
+        samples.channels, tuple(float(pair[0]) for pair in found.values()), tuple(float(pair[1]) for pair in found.values())
+    )
+
+
+def _by_channel(statistics: Any, samples: GridSamples) -> dict[str, tuple[float, float]]:
+    pairs = {}
+    for field in samples.fields:
+        known = statistics.variables.get(field.source.name)
+        if known is None:
+            continue
+        for place, name in enumerate(samples.names(field)):
+            entry = known.per_level[field.levels[place]] if field.levels and known.per_level else known
+            pairs[name] = (entry.mean, entry.std)
+    return pairs
+
+
+@dataclass
+class Moments:
+    """Count, mean and sum of squared deviations per channel, float64, merged as Chan et al. (1983) do."""
+
+    count: torch.Tensor
+    mean: torch.Tensor
+    squares: torch.Tensor
+
+    @classmethod
+    def empty(cls, channels: int) -> Moments:
+        """No value seen."""
+        return cls(*(torch.zeros(channels, dtype=torch.float64) for _ in range(3)))
+
+    @classmethod
+    def of(cls, field: torch.Tensor) -> Moments:
+        """Of the values of [steps, channels, ...] that are not NaN."""
+        values = field.transpose(0, 1).flatten(1).double()
+        there = ~values.isnan()
+        count = there.sum(1).double()
+        mean = torch.where(there, values, 0.0).sum(1) / count.clamp(min=1)
+        squares = torch.where(there, values - mean[:, None], 0.0).square().sum(1)
+        return cls(count, mean, squares)
+
+    def merge(self, other: Moments) -> None:
+        """Take in the values of another."""
+        total = self.count + other.count
+        delta = other.mean - self.mean
+        share = other.count / total.clamp(min=1)
+        self.squares += other.squares + delta.square() * self.count * share
+        self.mean += delta * share
+        self.count = total
+
+    def statistics(self, channels: Sequence[str]) -> ChannelStatistics:
+        """As mean and (population) standard deviation."""
+        empty = self.count == 0
+        mean = torch.where(empty, torch.nan, self.mean)
+        std = (self.squares / self.count.clamp(min=1)).sqrt()
+        return ChannelStatistics(tuple(channels), tuple(mean.tolist()), tuple(std.tolist()))
+
+
+def measure(samples: GridSamples, reader: GridSlabReader, rows: Sequence[int]) -> Moments:
+    """The moments of this rank's slab at the given rows of the time axis, one time in memory at once."""
+    moments = Moments.empty(len(samples.channels))
+    for row in rows:
+        moments.merge(Moments.of(reader.read_times([[row]], dtype=torch.float32)[0]))
+    return moments

@@ -1,0 +1,111 @@
+"""Time windows: which steps of a time axis make the inputs and targets of a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from shardio import TimeAxis
+from shardsets.errors import SampleError
+
+__all__ = ["TimeChoice", "Windows", "chosen_rows", "time_dim"]
+
+TimeChoice: TypeAlias = str | slice | tuple[str | int | None, str | int | None] | Mapping[str, "slice | None"] | None
+"""The time dim's name; or a stretch of it, by ISO times (end included) or row numbers; or {name: stretch}."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Samples cut from consecutive times.
+
+    Sample i has as inputs the times i .. i + input_steps - 1 and as targets the times ``lead``, ``2 * lead``, ...
+    steps after its last input.
+
+    Attributes:
+        first: first usable row of the time axis.
+        count: usable rows.
+        input_steps, target_steps, lead: all in time steps.
+    """
+
+    first: int
+    count: int
+    input_steps: int
+    target_steps: int
+    lead: int
+
+    def __post_init__(self) -> None:
+        for name in ("input_steps", "lead"):
+            if getattr(self, name) < 1:
+                raise SampleError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.target_steps < 0:
+            raise SampleError(f"target_steps is {self.target_steps}; it must be 0 or more")
+        if len(self) < 1:
+            raise SampleError(
+                f"one sample needs {self.span} times (input_steps {self.input_steps}, target_steps {self.target_steps}, "
+                f"lead {self.lead}), but only {self.count} are chosen: take a smaller window, or more with time="
+            )
+
+    @property
+    def span(self) -> int:
+        """Times from the first input to the last target."""
+        return self.input_steps + self.lead * self.target_steps
+
+    def __len__(self) -> int:
+        return max(0, self.count - self.span + 1)
+
+    def rows(self, index: int) -> list[int]:
+        """Rows of the time axis that sample ``index`` needs: inputs, then targets."""
+        if not 0 <= index < len(self):
+            raise SampleError(f"sample {index} does not exist; there are {len(self)}")
+        start = self.first + index
+        last = start + self.input_steps - 1
+        return [*range(start, last + 1), *(last + self.lead * (step + 1) for step in range(self.target_steps))]
+
+
+def time_dim(choice: TimeChoice) -> str | None:
+    """The name of the time dim, where the choice says it."""
+    if isinstance(choice, str):
+        return choice
+    return next(iter(choice)) if isinstance(choice, Mapping) else None
+
+
+def chosen_rows(choice: TimeChoice, axis: TimeAxis | None, length: int) -> tuple[int, int]:
+    """First row and number of rows of the stretch chosen.
+
+    Raises:
+        SampleError: nothing is chosen, or times are given for an axis without dates.
+        TimeAxisError: the stretch goes back, repeats, or changes its step.
+    """
+    if isinstance(choice, Mapping):
+        choice = next(iter(choice.values()))
+    if choice is None or isinstance(choice, str):
+        start, stop = 0, length
+    else:
+        bounds = (choice.start, choice.stop) if isinstance(choice, slice) else choice
+        if isinstance(choice, slice) and choice.step not in (None, 1):
+            raise SampleError(f"time={choice}: steps are not skipped here; a slice with step 1 is needed")
+        start = _row(bounds[0], axis, length, 0, after=False)
+        stop = _row(bounds[1], axis, length, length, after=True)
+    if not 0 <= start < stop <= length:
+        raise SampleError(f"time={choice!r} chooses no row of the {length} on the time axis{_ends(axis)}")
+    if axis is not None:
+        TimeAxis(axis.dim, axis.values[start:stop], axis.calendar).check()
+    return start, stop - start
+
+
+def _row(bound: str | int | None, axis: TimeAxis | None, length: int, default: int, *, after: bool) -> int:
+    if bound is None:
+        return default
+    if isinstance(bound, int | np.integer):
+        return int(bound) if bound >= 0 else length + int(bound)
+    if axis is None:
+        raise SampleError(f"time bound {bound!r} is a date, but the time axis has no dates; give row numbers")
+    labels = np.array([axis.label(row)[: len(str(bound))] for row in range(len(axis))])
+    return int(np.searchsorted(labels, str(bound), side="right" if after else "left"))
+
+
+def _ends(axis: TimeAxis | None) -> str:
+    return f", which runs from {axis.label(0)} to {axis.label(len(axis) - 1)}" if axis is not None and len(axis) else ""
