@@ -19,7 +19,7 @@ __all__ = ["run_replicated"]
 _warned: set[Any] = set()
 
 
-def run_replicated(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_replicated(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Run ``func`` on gathered inputs; results are replicated, arguments written to keep their layout.
 
     An op that torch composes of others is taken apart instead: under ``inference_mode`` it arrives here whole.

@@ -23,7 +23,7 @@ from shardtensor.errors import LayoutError, OpError
 from shardtensor.redistribute import redistribute_local
 from shardtensor.spec import DeviceMesh, Partial, ShardTensorSpec, replicate
 
-__all__ = ["PromotionScope", "TensorPromotionMode", "get_mode", "promoted", "set_mode", "with_promoted_arguments"]
+__all__ = ["SETTLED", "PromotionScope", "TensorPromotionMode", "get_mode", "promoted", "set_mode", "with_promoted_arguments"]
 
 
 class TensorPromotionMode(enum.Enum):
@@ -42,6 +42,9 @@ class TensorPromotionMode(enum.Enum):
 
 _mode = TensorPromotionMode.SILENT
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+SETTLED: set[type] = {int, float, bool, type(None), torch.dtype, torch.device}
+"""Types of arguments that need no look: ShardTensor enters itself."""
 
 
 def get_mode() -> TensorPromotionMode:
@@ -71,7 +74,7 @@ def promoted(
     Other plain tensors stay: rules take them as replicated.
     """
     for arg in args:
-        if _concerns(arg):
+        if type(arg) not in SETTLED and _concerns(arg):
             break
     else:
         if not kwargs or not any(_concerns(value) for value in kwargs.values()):
