@@ -8,7 +8,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from shardtensor.comm.library import defined_op, exchange, resolve
+from shardtensor.comm.library import as_bytes, defined_op, exchange, resolve
 
 __all__ = ["all_to_all", "swap_blocks"]
 
@@ -20,7 +20,7 @@ def swap_blocks(
     if group.size() == 1:
         return [blocks[0]]
     dtype, item = blocks[0].dtype, blocks[0].element_size()
-    outgoing = torch.cat([block.flatten() for block in blocks]).view(torch.uint8)
+    outgoing = as_bytes(torch.cat([block.flatten() for block in blocks]))
     lengths = [prod(shape) for shape in shapes]
     incoming = outgoing.new_empty(sum(lengths) * item)
     kept = blocks[group.rank()].numel() * item

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardtensor.comm.all_to_all import swap_blocks
-from shardtensor.comm.library import defined_op, exchange, resolve
+from shardtensor.comm.library import as_bytes, defined_op, exchange, resolve
 
 __all__ = ["all_gather", "reduce_scatter"]
 
@@ -32,14 +32,10 @@ def _all_gather(x: torch.Tensor, dim: int, sizes: list[int], group: str) -> torc
     gathered = x.new_empty([world, *block.shape])
     if block.numel():
         with exchange("all_gather", process_group, x.numel() * x.element_size()):
-            _gather_blocks(_bytes(gathered), _bytes(block), group=process_group)
+            _gather_blocks(as_bytes(gathered), as_bytes(block), group=process_group)
     out = _fake_gather(x, dim, sizes, group)
     torch.cat([gathered[rank, :size].movedim(0, dim) for rank, size in enumerate(sizes)], dim, out=out)
     return out
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.flatten().view(torch.uint8)
 
 
 def all_gather(x: torch.Tensor, dim: int, sizes: Sequence[int], group: str) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardtensor.comm.library import defined_op, exchange, resolve
+from shardtensor.comm.library import as_bytes, defined_op, exchange, resolve
 
 __all__ = ["Piece", "halo_begin", "halo_exchange", "halo_reduce", "pieces"]
 
@@ -78,16 +78,12 @@ def _route(
     return _Route(kept, sends, receives)
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.flatten().view(torch.uint8)
-
-
 def _swap(
     name: str, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], group: dist.ProcessGroup
 ) -> Callable[[], None]:
     """Start sending and receiving one contiguous buffer per peer; the returned function waits."""
-    ops = [dist.P2POp(dist.isend, _bytes(block), group=group, group_peer=peer) for peer, block in outgoing.items()]
-    ops += [dist.P2POp(dist.irecv, _bytes(block), group=group, group_peer=peer) for peer, block in incoming.items()]
+    ops = [dist.P2POp(dist.isend, as_bytes(block), group=group, group_peer=peer) for peer, block in outgoing.items()]
+    ops += [dist.P2POp(dist.irecv, as_bytes(block), group=group, group_peer=peer) for peer, block in incoming.items()]
     if not ops:
         return lambda: None
     sent = sum(block.numel() * block.element_size() for block in outgoing.values())

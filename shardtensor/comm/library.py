@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from shardtensor.comm.trace import record
 from shardtensor.errors import CollectiveError
 
-__all__ = ["LIBRARY", "defined_op", "exchange", "group_of", "resolve"]
+__all__ = ["LIBRARY", "as_bytes", "defined_op", "exchange", "group_of", "resolve"]
 
 LIBRARY = torch.library.Library("shardtensor", "DEF")
 
@@ -40,6 +40,11 @@ def defined_op(schema: str, fake: Callable[..., Any]) -> Callable[[Kernel], Kern
 def group_of(mesh: DeviceMesh, axis: int) -> str:
     """Name of the process group of one mesh axis, as the ops below take it."""
     return mesh.get_group(axis).group_name
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes as one dim, in which every backend can send every dtype; a view where ``x`` is contiguous."""
+    return x.resolve_conj().resolve_neg().flatten().view(torch.uint8)
 
 
 def resolve(group: str) -> tuple[dist.ProcessGroup, int, int]:

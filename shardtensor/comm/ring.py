@@ -8,7 +8,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from shardtensor.comm.library import defined_op, exchange, resolve
+from shardtensor.comm.library import as_bytes, defined_op, exchange, resolve
 
 __all__ = ["ring_shift", "ring_shift_begin"]
 
@@ -27,9 +27,9 @@ def ring_shift_begin(
     sent = x.contiguous()
     ops = []
     if sent.numel():
-        ops.append(dist.P2POp(dist.isend, _bytes(sent), group=process_group, group_peer=(rank + shift) % world))
+        ops.append(dist.P2POp(dist.isend, as_bytes(sent), group=process_group, group_peer=(rank + shift) % world))
     if prod(recv_shape):
-        ops.append(dist.P2POp(dist.irecv, _bytes(received), group=process_group, group_peer=(rank - shift) % world))
+        ops.append(dist.P2POp(dist.irecv, as_bytes(received), group=process_group, group_peer=(rank - shift) % world))
     with exchange("ring_shift", process_group, sent.numel() * sent.element_size()):
         works = dist.batch_isend_irecv(ops) if ops else []
 
@@ -42,10 +42,6 @@ def ring_shift_begin(
 
     sent_alive = [sent]
     return end
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.flatten().view(torch.uint8)
 
 
 def _fake(x: torch.Tensor, recv_shape: list[int], shift: int, group: str) -> torch.Tensor:

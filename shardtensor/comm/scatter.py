@@ -8,13 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardtensor.comm.library import exchange, resolve
+from shardtensor.comm.library import as_bytes, exchange, resolve
 
 __all__ = ["broadcast_value", "broadcast_values", "scatter_blocks"]
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.flatten().view(torch.uint8)
 
 
 def scatter_blocks(
@@ -33,11 +29,11 @@ def scatter_blocks(
     if blocks is not None:
         mine = blocks[rank].to(device, copy=True, memory_format=torch.contiguous_format)
         out = {peer: block.to(device).contiguous() for peer, block in blocks.items() if peer != rank and block.numel()}
-        ops = [dist.P2POp(dist.isend, _bytes(block), peer, group) for peer, block in out.items()]
+        ops = [dist.P2POp(dist.isend, as_bytes(block), peer, group) for peer, block in out.items()]
         sent = sum(op.tensor.numel() for op in ops)
     else:
         mine = torch.empty(tuple(shape), dtype=dtype, device=device)
-        ops = [dist.P2POp(dist.irecv, _bytes(mine), src, group)] if mine.numel() else []
+        ops = [dist.P2POp(dist.irecv, as_bytes(mine), src, group)] if mine.numel() else []
     with exchange("scatter", group, sent):
         for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()
@@ -67,6 +63,6 @@ def broadcast_values(tensors: Sequence[torch.Tensor], src: int, group: str) -> N
         flat = torch.cat([member.detach().flatten() for member in members])
         if flat.numel():
             with exchange("broadcast", process_group, flat.numel() * flat.element_size() if rank == src else 0):
-                dist.broadcast(_bytes(flat), group=process_group, group_src=src)
+                dist.broadcast(as_bytes(flat), group=process_group, group_src=src)
         for member, values in zip(members, flat.split([member.numel() for member in members]), strict=True):
             member.detach().copy_(values.view_as(member))
