@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import EllipsisType
 from typing import NamedTuple
 
 
@@ -36,9 +37,9 @@ def shape_of(box: Box) -> tuple[int, ...]:
     return tuple(span.size for span in box)
 
 
-def slices(box: Box) -> tuple[slice, ...]:
-    """A box as the index of a numpy array."""
-    return tuple(span.slice() for span in box)
+def slices(box: Box) -> tuple[slice | EllipsisType, ...]:
+    """A box as the index of a numpy array; the trailing ellipsis makes it give an array for no dims, too."""
+    return (*(span.slice() for span in box), ...)
 
 
 def shift(box: Box, by: Sequence[int]) -> Box:

@@ -248,24 +248,28 @@ def plan(
         HaloError: a halo is negative, or wider than the dim.
         DimensionError: a name is not a dim of the array, or an index is out of range.
     """
-    halos = _halo_per_dim(halo, partition, layout)
     for name in periodic:
         if name not in layout.dims:
             raise DimensionError(f"periodic names dim {name!r}, but the array's dims are {layout.dims}")
     for cut in partition.cuts:
-        if cut.dim not in layout.dims:
-            raise PartitionError(f"dim {cut.dim!r} is cut, but the array's dims are {layout.dims}")
+        if layout.dims.count(cut.dim) != 1:
+            raise PartitionError(f"dim {cut.dim!r} is cut, but the array's dims are {layout.dims}; it must be one")
         size = layout.shape[layout.dims.index(cut.dim)]
         if cut.start < 0 or cut.total > size or (cut.start + cut.total > size and cut.dim not in periodic):
             raise PartitionError(
                 f"dim {cut.dim!r} has {size} rows, but rows {cut.start} to {cut.start + cut.total} are cut; "
                 f"the sizes {cut.sizes} must lie within it"
             )
-    whole = _dim_plans({}, layout, {}, ())
+    halos = _halo_per_dim(halo, partition, layout)
+    uncut = [_dim_plan(at, layout, Span(0, size), (0, 0), False) for at, size in enumerate(layout.shape)]
     ranks = []
     for rank in range(partition.ranks):
-        own = _dim_plans(partition.spans(rank), layout, halos, periodic)
-        ranks.append(RankPlan(rank, layout, tuple({**whole, **own}.values())))
+        spans, dims = partition.spans(rank), list(uncut)
+        for at, (dim, size) in enumerate(zip(layout.dims, layout.shape, strict=True)):
+            if dim in spans or dim in halos:
+                owned = spans.get(dim, Span(0, size))
+                dims[at] = _dim_plan(at, layout, owned, halos.get(dim, (0, 0)), dim in periodic)
+        ranks.append(RankPlan(rank, layout, tuple(dims)))
     planned = Plan(partition, layout, tuple(ranks))
     return planned.at(index) if index else planned
 
@@ -284,24 +288,14 @@ def _halo_per_dim(halo: Halo, partition: Partition, layout: Layout) -> dict[str,
     return halos
 
 
-def _dim_plans(
-    spans: Mapping[str, Span],
-    layout: Layout,
-    halos: Mapping[str, tuple[int, int]],
-    periodic: Collection[str],
-) -> dict[str, DimPlan]:
-    """The plans of the dims that are cut or have a halo; if there are none, those of all dims, whole."""
-    plans = {}
-    for dim, size, chunk in zip(layout.dims, layout.shape, layout.chunks, strict=True):
-        if (spans or halos) and dim not in spans and dim not in halos:
-            continue
-        owned = spans.get(dim, Span(0, size))
-        low, high = halos.get(dim, (0, 0)) if owned.size else (0, 0)
-        if dim not in periodic:
-            low, high = min(low, owned.start), min(high, size - owned.stop)
-        runs = _wrapped(owned.start - low, owned.stop + high, size)
-        plans[dim] = DimPlan(dim, owned, (low, high), tuple(runs), chunk)
-    return plans
+def _dim_plan(at: int, layout: Layout, owned: Span, halo: tuple[int, int], periodic: bool) -> DimPlan:
+    """The plan of one dim; who owns no row reads no halo either."""
+    size = layout.shape[at]
+    low, high = halo if owned.size else (0, 0)
+    if not periodic:
+        low, high = min(low, owned.start), min(high, size - owned.stop)
+    runs = _wrapped(owned.start - low, owned.stop + high, size)
+    return DimPlan(layout.dims[at], owned, (low, high), tuple(runs), layout.chunks[at])
 
 
 def _wrapped(start: int, stop: int, size: int) -> list[Run]:

@@ -14,13 +14,15 @@ import numpy as np
 
 from shardio import extras
 from shardio.box import Box, Span, shape_of, slices
-from shardio.errors import MissingChunkError, MissingFilterError
+from shardio.errors import CorruptChunkError, MissingChunkError, MissingFilterError
 from shardio.location import is_url, local_path
 from shardio.source import Format, Missing, Source, Store
 
 HIDDEN = ("DIMENSION_LIST", "REFERENCE_LIST", "CLASS", "NAME", "DIMENSION_LABELS")
 """Attributes by which HDF5 and NetCDF-4 keep their own books (beside those that begin with "_Netcdf4" or "_NC")."""
 NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
+NON_COORDINATE = "_nc4_non_coord_"
+"""Put by NetCDF-4 before the name of a variable that is called like a dim without being its coordinate."""
 MAX_CHUNK_CACHE = 64 << 20
 """Largest chunk cache, in bytes, that is opened for one dataset."""
 
@@ -86,7 +88,7 @@ class Hdf5Source(Source):
 def open_hdf5(
     source: Any, *, missing: Missing = "raise", storage_options: dict[str, Any] | None = None, group: str = "/"
 ) -> Store:
-    """Open an HDF5 or NetCDF-4 file, without locking it (locks fail on many network file systems).
+    """Open an HDF5 or NetCDF-4 file, if need be without locking it (locks fail on many network file systems).
 
     Args:
         source: path, URL, or an open h5py.File or Group.
@@ -104,7 +106,7 @@ def open_hdf5(
         root = h5py.File(remote, "r")
         closers = [root.close, remote.close]
     else:
-        root = h5py.File(local_path(source), "r", locking=False)
+        root = _open(local_path(source))
         closers = [root.close]
     at = root[group]
     url = str(source) if isinstance(source, (str, Path)) else str(root.file.filename)
@@ -119,6 +121,16 @@ def open_hdf5(
         _check_filters(name, dataset, url)
         sources[name] = Hdf5Source(name, _with_cache(dataset), _dims(dataset, names), strict=missing == "raise")
     return Store(url, sources, attributes(at), "hdf5", tuple(closers))
+
+
+def _open(path: Path) -> h5py.File:
+    """Open a file for reading; where it cannot be locked (network file systems, a writer elsewhere), without a lock."""
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        if "unable to lock" not in str(error) and "locking" not in str(error):
+            raise CorruptChunkError(f"{path} cannot be opened as HDF5: {error}; fetch or write it again") from error
+        return h5py.File(path, "r", locking=False)
 
 
 def attributes(node: h5py.Dataset | h5py.Group) -> dict[str, Any]:
@@ -144,7 +156,7 @@ def _datasets(group: h5py.Group, prefix: str, above: frozenset[Any]) -> Iterator
     for key in group:
         node = group.get(key)
         if isinstance(node, h5py.Dataset):
-            yield prefix + key, node
+            yield prefix + key.removeprefix(NON_COORDINATE), node
         elif isinstance(node, h5py.Group) and node.id not in above:
             yield from _datasets(node, f"{prefix}{key}/", above | {group.id})
 
@@ -192,14 +204,14 @@ def _dims(dataset: h5py.Dataset, scales: dict[Any, str]) -> tuple[str, ...]:
     """Names of the dims: by attached scales, NetCDF-4's own list, being a scale itself, labels, or dim_<number>."""
     if not dataset.shape:
         return ()
-    listed = _listed_dims(dataset)
+    listed = _listed_dims(dataset) if len(dataset.shape) > 1 else None
     names = []
     for at, dim in enumerate(dataset.dims):
         if len(dim):
             names.append(_scale_name(dim[0], scales))
         elif listed is not None:
             names.append(listed[at])
-        elif dataset.is_scale and len(dataset.shape) == 1:
+        elif dataset.is_scale:
             names.append(_scale_name(dataset, scales))
         else:
             names.append(dim.label or f"dim_{at}")
@@ -247,9 +259,9 @@ def _source_problem(dataset: h5py.Dataset, folder: Path, file_name: str, name: s
     if path is None:
         return f"its source file {file_name!r} is missing (looked in {folder})"
     try:
-        with h5py.File(path, "r", locking=False) as file:
+        with _open(path) as file:
             return None if name in file else f"its source file {file_name!r} has no dataset {name!r}"
-    except OSError as error:
+    except (OSError, CorruptChunkError) as error:
         return f"its source file {file_name!r} cannot be opened ({error})"
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import math
+import struct
 import threading
 from pathlib import Path
 from typing import Any, Self
@@ -77,6 +79,16 @@ def missing_chunk(key: str, url: str) -> MissingChunkError:
     )
 
 
+def fill_value_of_xarray(stored: Any) -> Any:
+    """The number in an attribute _FillValue; xarray writes floats into version 3 as base64 of their 8 bytes."""
+    if not (isinstance(stored, str) and len(stored) == 12 and stored.endswith("=")):
+        return stored
+    try:
+        return struct.unpack("<d", base64.b64decode(stored, validate=True))[0]
+    except ValueError:
+        return stored
+
+
 class ZarrSource(Source):
     """One Zarr array."""
 
@@ -84,6 +96,8 @@ class ZarrSource(Source):
         attrs = dict(array.attrs.asdict())
         named: Any = attrs.pop("_ARRAY_DIMENSIONS", None) or getattr(array.metadata, "dimension_names", None)
         names = list(named or [None] * array.ndim)
+        if "_FillValue" in attrs:
+            attrs["_FillValue"] = fill_value_of_xarray(attrs["_FillValue"])
         super().__init__(
             name,
             dims=tuple(f"dim_{at}" if found is None else str(found) for at, found in enumerate(names)),
@@ -168,6 +182,8 @@ def open_zarr(
         node = zarr.open(store=checked, path=path, mode="r")
     except FileNotFoundError as error:
         raise UnknownFormatError(f"{source} holds no Zarr group or array at {path!r}: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnknownFormatError(f"{source} cannot be opened as Zarr: {error}; mend its metadata") from error
     arrays: dict[str, zarr.Array[Any]] = {}
     if isinstance(node, zarr.Array):
         arrays[node.basename or "array"] = node
