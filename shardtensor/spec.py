@@ -293,8 +293,20 @@ class ShardTensorSpec:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the local block can be computed on as it is: no pending reduction, no broadcast (stride 0) dims."""
-        return not self.partial_axes and not self.broadcast_dims
+        """Whether a point-wise result has this very spec: no pending reduction, and strides without repeats or gaps."""
+        return not self.partial_axes and self.is_dense
+
+    @cached_property
+    def is_dense(self) -> bool:
+        """Whether the strides fill memory without repeats (expanded dims) or gaps (slices), in any order of dims."""
+        shape, stride = self.tensor_meta.shape, self.tensor_meta.stride
+        step = 1
+        for length, own in sorted(zip(shape, stride, strict=True), key=lambda dim: (dim[1], dim[0])):
+            if length > 1:
+                if own != step:
+                    return False
+                step *= length
+        return True
 
     @cached_property
     def broadcast_dims(self) -> tuple[int, ...]:

@@ -5,43 +5,44 @@ The table is torch's own: every op that torch tags as point-wise, and the rows b
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from shardtensor.registry import rule
 from shardtensor.rules.layouts import common_layout, has_sum, local_in, mesh_of, operand_layout, spec_of
+from shardtensor.rules.memory import in_backward
 from shardtensor.spec import Layout, ShardTensorSpec, contiguous_stride
 from shardtensor.tensor import ShardTensor, wrap
 
-__all__ = ["pointwise", "pointwise_"]
+__all__ = ["dense_stride", "formatted", "own_up", "pointwise", "pointwise_"]
 
 aten = torch.ops.aten
 
 # Names (all overloads) that are point-wise though torch does not tag them.
-UNTAGGED = """
-    alias detach lift_fresh _to_copy fill masked_fill where rsub complex polar _conj _prelu_kernel _prelu_kernel_backward
-    hardswish hardtanh_backward leaky_relu_backward elu_backward softplus_backward mish_backward hardswish_backward
-    hardsigmoid_backward log_sigmoid_forward log_sigmoid_backward softshrink_backward hardshrink_backward
-    zeros_like ones_like full_like empty_like clamp_min clamp_max floor_divide bitwise_not special_i0
-    copy_ fill_ zero_ masked_fill_ eq_ ne_ lt_ le_ gt_ ge_ relu6_ hardswish_ mish_ celu_ selu_ elu_ threshold_
-    sigmoid_ silu_ gelu_ softplus_ floor_divide_ clip_ fmod_ remainder_ float_power_ copysign_ digamma_ lgamma_
-    polygamma_ square_ conj_physical_ gcd_ lcm_ heaviside_ logical_and_ logical_or_ logical_xor_ logical_not_ abs_
-    __iand__ __ior__ __and__ __or__ sign_ xlogy_ ldexp_ hardsigmoid_ hardtanh_ leaky_relu_
-""".split()
+# fmt: off
+UNTAGGED = [
+    "_to_copy", "fill", "masked_fill", "where", "rsub", "complex", "polar", "_prelu_kernel", "_prelu_kernel_backward",
+    "hardswish", "hardtanh_backward", "leaky_relu_backward", "elu_backward", "softplus_backward", "mish_backward",
+    "hardswish_backward", "hardsigmoid_backward", "log_sigmoid_forward", "log_sigmoid_backward",
+    "softshrink_backward", "hardshrink_backward", "clamp_min", "clamp_max", "floor_divide", "bitwise_not",
+    "special_i0", "copy_", "fill_", "zero_", "masked_fill_", "eq_", "ne_", "lt_", "le_", "gt_", "ge_", "relu6_",
+    "hardswish_", "mish_", "celu_", "selu_", "elu_", "threshold_", "sigmoid_", "silu_", "gelu_", "softplus_",
+    "floor_divide_", "clip_", "fmod_", "remainder_", "float_power_", "copysign_", "digamma_", "lgamma_", "polygamma_",
+    "square_", "conj_physical_", "gcd_", "lcm_", "heaviside_", "logical_and_", "logical_or_", "logical_xor_",
+    "logical_not_", "abs_", "__iand__", "__ior__", "__and__", "__or__", "sign_", "xlogy_", "ldexp_", "hardsigmoid_",
+    "hardtanh_", "leaky_relu_",
+]
+# fmt: on
 
 # f(a + b) == f(a) + f(b): a pending sum may stay pending.
 LINEAR = {
     aten.neg.default,
     aten.neg_.default,
     aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
     aten.positive.default,
-    aten.lift_fresh.default,
     aten.zero_.default,
-    aten._conj.default,
 }
 SCALING = {
     aten.mul.Tensor,
@@ -78,13 +79,13 @@ def pointwise(op: Any, *args: Any, **kwargs: Any) -> Any:
         return _general(op, args, kwargs)
     # Straight to the C++ op, past the Python call of OpOverload: 0.5 us.
     result = op._op(*blocks, **kwargs)
+    if kwargs and "memory_format" in kwargs:
+        spec = formatted(spec, kwargs["memory_format"])
     return wrap(result, spec) if isinstance(result, torch.Tensor) else _wrapped(result, spec)
 
 
 def _same_place(one: ShardTensorSpec, other: ShardTensorSpec) -> bool:
-    return (
-        one.layout == other.layout and one.tensor_meta.shape == other.tensor_meta.shape and not one.broadcast_dims
-    )
+    return one.layout == other.layout and one.tensor_meta.shape == other.tensor_meta.shape and one.is_dense
 
 
 def _wrapped(result: Any, spec: ShardTensorSpec) -> Any:
@@ -99,7 +100,9 @@ def _general(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     specs = [spec_of(arg, mesh) for arg in args if isinstance(arg, torch.Tensor)]
     shape = torch.broadcast_shapes(*(spec.shape for spec in specs))
     layout = _pending_layout(op, args, specs) or common_layout(specs, shape)
-    lazy = [dim for dim in range(len(shape)) if shape[dim] > 1 and all(_stands_still(s, dim, shape) for s in specs)]
+    lazy = []
+    if in_backward() and op is not aten.clone.default:  # elsewhere somebody may write to a part of the result
+        lazy = [dim for dim in range(len(shape)) if shape[dim] > 1 and all(_stands_still(s, dim, shape) for s in specs)]
     blocks = [
         _first_rows(local_in(arg, operand_layout(layout, spec_of(arg, mesh), shape), mesh), lazy, len(shape))
         if isinstance(arg, torch.Tensor)
@@ -108,6 +111,7 @@ def _general(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ]
     result = op(*blocks, **kwargs)
     spec = ShardTensorSpec.of(mesh, layout, shape, specs[0].dtype, _stride(specs, shape, lazy))
+    spec = formatted(spec, kwargs.get("memory_format"))
     if lazy:
         return _wrapped(_expanded(result, spec.local_shape), spec)
     return _wrapped(result, spec)
@@ -150,12 +154,27 @@ def _expanded(result: Any, shape: torch.Size) -> Any:
 
 
 def _stride(specs: list[ShardTensorSpec], shape: torch.Size, lazy: list[int]) -> tuple[int, ...]:
-    """Strides of the result: those of the first operand that has its full shape, row-major otherwise."""
+    """Strides of the result: in the order of the first operand that has its full shape, row-major otherwise."""
     for spec in specs:
-        if spec.shape == shape and not spec.broadcast_dims:
-            return spec.tensor_meta.stride
+        if spec.shape == shape and not lazy and (spec.is_dense or not spec.broadcast_dims):
+            return spec.tensor_meta.stride if spec.is_dense else dense_stride(shape, spec.tensor_meta.stride)
     stored = contiguous_stride([1 if dim in lazy else length for dim, length in enumerate(shape)])
     return tuple(0 if dim in lazy else step for dim, step in enumerate(stored))
+
+
+@lru_cache(maxsize=1024)
+def dense_stride(shape: torch.Size, stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in the same order of dims, without gaps."""
+    return tuple(torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride())
+
+
+@lru_cache(maxsize=1024)
+def formatted(spec: ShardTensorSpec, memory_format: torch.memory_format | None) -> ShardTensorSpec:
+    """The spec of a copy in a memory format."""
+    if memory_format in (None, torch.preserve_format):
+        return spec
+    stride = torch.empty(spec.shape, device="meta", memory_format=memory_format).stride()
+    return ShardTensorSpec.of(spec.mesh, spec.layout, spec.shape, spec.dtype, tuple(stride))
 
 
 def pointwise_(op: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +199,8 @@ def own_up(target: ShardTensor, op: Any = None, args: tuple[Any, ...] = ()) -> N
     shape, so that it never becomes whole on any rank.
     """
     spec = target._spec
-    expanded = any(n > 1 and step == 0 for n, step in zip(target._local_tensor.shape, target._local_tensor.stride()))
+    local = target._local_tensor
+    expanded = any(n > 1 and step == 0 for n, step in zip(local.shape, local.stride(), strict=True))
     layout = spec.resolved_layout
     if spec.partial_axes and _pending_layout(op, (target, *args), [spec, *_specs(args)]):
         layout = spec.layout
