@@ -126,7 +126,7 @@ class ShallowWater:
         depth = depth + config.depth - np.average(depth, weights=self.area)
         if depth.min() <= 0:
             raise ValueError(
-                f"the layer runs dry: the mean depth of {config.depth} m is too little for a jet of {config.jet} m/s and "
+                f"the layer runs dry: a mean depth of {config.depth} m is too little for a jet of {config.jet} m/s and "
                 f"mountains of {config.mountain_height} m; raise `depth` or lower the others"
             )
         return State(depth, u, np.zeros((config.rows + 1, config.columns)), depth * self.saturation)
