@@ -1,8 +1,8 @@
 """The loader's errors; each also is the built-in that a user would catch, and all can be sent between ranks.
 
-    SampleError               (ValueError)    arguments that do not fit the data
-    |-- NotANumberError                       NaN in a sample that the model must not see
-    BatchError                (RuntimeError)  a batch that could not be made on some rank
+SampleError               (ValueError)    arguments that do not fit the data
+|-- NotANumberError                       NaN in a sample that the model must not see
+BatchError                (RuntimeError)  a batch that could not be made on some rank
 """
 
 from __future__ import annotations

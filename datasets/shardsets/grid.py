@@ -110,8 +110,9 @@ class GridSamples(SampleSet):
             others = [dim for dim in source.dims if dim in self.grid.other and self.grid.sizes[dim] > 1]
             if others:
                 raise SampleError(
-                    f"{name!r} has dims {source.dims}; {others} are neither time, level nor space. Choose one entry of them "
-                    f"(open the store with xarray, .isel(...), and pass the dataset), or leave {name!r} out with variables="
+                    f"{name!r} has dims {source.dims}; {others} are neither time, level nor space. Choose one entry of "
+                    f"them (open the store with xarray, .isel(...), pass the dataset), or leave {name!r} out with "
+                    f"variables="
                 )
             field = Field(source, self._positions(source, wanted), timed, first)
             first += field.channels
@@ -173,7 +174,7 @@ def _level_values(levels: Levels) -> Sequence[float] | None:
 
 
 class GridSlabReader(SlabReader):
-    """One rank's part of the samples of a `GridSamples`; every array is read once per sample, all its times together."""
+    """One rank's part of the samples of a `GridSamples`; each array is read once per sample, all times together."""
 
     def __init__(
         self, samples: GridSamples, partition: Partition, rank: int, halo: Halo, periodic: Sequence[str]
@@ -196,13 +197,20 @@ class GridSlabReader(SlabReader):
         fields = self.read_times(rows, dtype=dtype, pin=pin)
         flat = fields.view(len(indices), steps * channels, *self.slab.shape)
         cut = windows.input_steps * channels
-        return {"input": flat[:, :cut], "target": flat[:, cut:], **self._when(rows), "index": torch.tensor(list(indices))}
+        return {
+            "input": flat[:, :cut],
+            "target": flat[:, cut:],
+            **self._when(rows),
+            "index": torch.tensor(list(indices)),
+        }
 
     def read_times(self, rows: Sequence[list[int]], *, dtype: torch.dtype, pin: bool = False) -> torch.Tensor:
         """All channels at the given rows of the time axis: [len(rows), len(rows[0]), channels, *slab.shape]."""
         channels = len(self.samples.channels)
         fields = torch.empty(
-            (len(rows), len(rows[0]), channels, *self.slab.shape), dtype=dtype, pin_memory=pin and torch.cuda.is_available()
+            (len(rows), len(rows[0]), channels, *self.slab.shape),
+            dtype=dtype,
+            pin_memory=pin and torch.cuda.is_available(),
         )
         self.reader.read_all(
             [
@@ -218,9 +226,7 @@ class GridSlabReader(SlabReader):
                 part[:, 1:] = part[:, :1]
         return fields
 
-    def _requests(
-        self, field: Field, planned: RankPlan, times: list[int], buffer: torch.Tensor
-    ) -> list[Request]:
+    def _requests(self, field: Field, planned: RankPlan, times: list[int], buffer: torch.Tensor) -> list[Request]:
         """What fills ``buffer`` [step, channel, y, x] with one variable."""
         grid = self.samples.grid
         index: dict[str, Any] = {dim: 0 for dim in field.source.dims if dim in grid.other}

@@ -20,7 +20,7 @@ from shardsets.samples import SampleSet, Slab
 from shardsets.statistics import ChannelStatistics, Moments, given_statistics, measure
 from shardsets.windows import TimeChoice
 from shardtensor import RankDisagreementError, ShardTensor
-from shardtensor.comm import SideGroup
+from shardtensor.comm import any_rank, gather_facts
 from shardtensor.spec import DeviceMesh
 
 __all__ = ["DomainDataLoader"]
@@ -40,15 +40,15 @@ class DomainDataLoader:
       objects in model calendars);
     - ``index`` [B]: sample numbers.
 
-    The order of samples is a pure function of (seed, epoch). Each data group gets its own samples, the ranks of a domain
-    group the same ones, and all ranks the same number of batches. What goes wrong on one rank is raised on all.
+    The order of samples is a pure function of (seed, epoch). Each data group gets its own samples, the ranks of a
+    domain group the same ones, and all ranks the same number of batches. What goes wrong on one rank is raised on all.
 
     Args:
         source: path or URL of a store, an ``xarray.Dataset``, or a `SampleSet`.
         mesh: the device mesh; its data axis is the one named ``data``, ``ddp`` or ``dp``. None: one process.
         variables, levels, time, input_steps, target_steps, lead: see `GridSamples`.
-        shard: {dim: mesh axis}; default: the first spatial dim over the first axis that is not the data axis. Naming both
-            spatial dims, ``{"row": "domain", "col": None}``, also says which they are.
+        shard: {dim: mesh axis}; default: the first spatial dim over the first axis that is not the data axis. Naming
+            both spatial dims, ``{"row": "domain", "col": None}``, also says which they are.
         partition: "even", "aligned" (to chunks), or rows per rank, also by dim.
         halo: rows beside the slab that ``transform`` sees: a number, (below, above), or one of these by dim.
         periodic: dims whose halo wraps around; default: a longitude that goes around the globe.
@@ -95,7 +95,7 @@ class DomainDataLoader:
         transform: Transform | None = None,
         nan: str | float = "raise",
     ) -> None:
-        self._agreement = None if mesh is None else SideGroup(mesh)
+        self._mesh = mesh
         self.dtype, self.transform, self.prefetch = dtype, transform, prefetch
         self.device = torch.device(device or ("cpu" if mesh is None else mesh.device_type))
 
@@ -120,9 +120,7 @@ class DomainDataLoader:
                     spatial=tuple(shard) if isinstance(shard, Mapping) and len(shard) == 2 else None,
                 )
             self.placement: Placement = place(mesh, self.samples, shard, partition)
-            self.order = Order(
-                len(self.samples), self.placement.groups, batch_size, shuffle, seed, drop_last
-            )
+            self.order = Order(len(self.samples), self.placement.groups, batch_size, shuffle, seed, drop_last)
             wraps = self.samples.periodic if periodic is None else tuple(periodic)
             self._reader = self.samples.slab_reader(self.placement.partition, self.placement.rank, halo, wraps)
 
@@ -147,20 +145,20 @@ class DomainDataLoader:
         self._raise_together(what, error)
 
     def _raise_together(self, what: str, error: Exception | None) -> None:
-        if self._agreement is None or not self._agreement.any(error is not None):
+        if self._mesh is None or not any_rank(error is not None, self._mesh):
             if error is not None:
                 raise error
             return
         text = None if error is None else f"{type(error).__name__}: {error}"
-        told = {rank: said for rank, said in self._agreement.gather(text).items() if said is not None}
+        told = {at: said for at, said in gather_facts(text, self._mesh).items() if said is not None}
         if error is not None:
             raise error
-        raise BatchError(f"{what} on " + "; ".join(f"rank {rank}: {said}" for rank, said in told.items()))
+        raise BatchError(f"{what} on " + "; ".join(f"rank {at}: {said}" for at, said in told.items()))
 
     def _agree_on(self, facts: Any) -> None:
-        if self._agreement is None:
+        if self._mesh is None:
             return
-        said = self._agreement.gather(repr(facts))
+        said = gather_facts(repr(facts), self._mesh)
         if len(set(said.values())) > 1:
             raise RankDisagreementError(
                 f"the ranks' loaders differ; they must get the same arguments and see the same store: {said}"
@@ -177,7 +175,7 @@ class DomainDataLoader:
             return found[0]
         moments: list[Moments] = []
         self._together("statistics could not be computed", lambda: moments.append(self._measured()))
-        every = [moments[0]] if self._agreement is None else list(self._agreement.gather(moments[0]).values())
+        every = moments if self._mesh is None else list(gather_facts(moments[0], self._mesh).values())
         total = Moments.empty(len(self.channels))
         for part in every:
             total.merge(part)
@@ -188,7 +186,9 @@ class DomainDataLoader:
         """The moments of this rank's rows, times dealt to the data groups."""
         samples, here = self.samples, self.placement
         if not isinstance(samples, GridSamples):
-            raise SampleError(f"statistics='compute' works on stores; give {{channel: (mean, std)}} for {type(samples).__name__}")
+            raise SampleError(
+                f"statistics='compute' works on stores; give {{channel: (mean, std)}} for {type(samples).__name__}"
+            )
         if not here.counted:
             return Moments.empty(len(self.channels))
         windows = samples.windows
@@ -206,13 +206,18 @@ class DomainDataLoader:
         return self.order.steps()
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration gives; unless that is where a loaded state stands, from its start."""
+        """Choose the epoch that the next iteration gives; from its start, unless a loaded state stands inside it."""
         if epoch != self._epoch:
             self._epoch, self._consumed, self._start = epoch, 0, 0
 
     def state_dict(self) -> dict[str, int]:
         """Where the loader stands: batches handed out count, batches read ahead do not."""
-        return {"epoch": self._epoch, "consumed": self._consumed, "seed": self.order.seed, "samples": self.order.samples}
+        return {
+            "epoch": self._epoch,
+            "consumed": self._consumed,
+            "seed": self.order.seed,
+            "samples": self.order.samples,
+        }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where `state_dict` was taken: the next iteration gives the rest of that epoch.
@@ -222,7 +227,9 @@ class DomainDataLoader:
         """
         for name, own in (("seed", self.order.seed), ("samples", self.order.samples)):
             if state[name] != own:
-                raise SampleError(f"the state was saved with {name} {state[name]}, this loader has {own}: the order would differ")
+                raise SampleError(
+                    f"the state was saved with {name} {state[name]}, this loader has {own}: the order would differ"
+                )
         self._stop()
         self._epoch, self._consumed, self._start = state["epoch"], state["consumed"], state["consumed"]
 
@@ -230,15 +237,15 @@ class DomainDataLoader:
         self._stop()
         order, start = self.order.epoch(self._epoch), self._start
         self._consumed, self._start = start, 0
-        places = [start + step * self.order.step for step in range(self.order.steps(start))]
-        batches = [self.order.batch(order, place, self.placement.group) for place in places]
+        starts = [start + step * self.order.step for step in range(self.order.steps(start))]
+        batches = [self.order.batch(order, seen, self.placement.group) for seen in starts]
         ahead = self._iterator = _Ahead(self._read, batches, self.prefetch)
         try:
-            for place in places:
+            for seen in starts:
                 batch, error = ahead.next()
                 self._raise_together("a batch could not be read", error)
                 assert batch is not None
-                self._consumed = min(place + self.order.step, self.order.samples)
+                self._consumed = min(seen + self.order.step, self.order.samples)
                 yield self._delivered(batch)
             if ahead is self._iterator:
                 self._epoch, self._consumed = self._epoch + 1, 0
@@ -265,12 +272,12 @@ class DomainDataLoader:
         """The rank's own rows, contiguous."""
         if tuple(field.shape[2:]) != self.slab.shape:
             raise SampleError(
-                f"transform returned {name!r} with grid {tuple(field.shape[2:])}; it must keep the slab's {self.slab.shape}, "
-                f"halo included (the loader cuts it off)"
+                f"transform returned {name!r} with grid {tuple(field.shape[2:])}; it must keep the slab's "
+                f"{self.slab.shape}, halo included (the loader cuts it off)"
             )
-        for place, (below, above) in enumerate(self.slab.halo):
+        for dim, (below, above) in enumerate(self.slab.halo):
             if below or above:
-                field = field.narrow(2 + place, below, self.slab.shape[place] - below - above)
+                field = field.narrow(2 + dim, below, self.slab.shape[dim] - below - above)
         return field.contiguous()
 
     def _look_for_nan(self, field: torch.Tensor, name: str, indices: list[int]) -> None:
@@ -285,8 +292,8 @@ class DomainDataLoader:
         sample, channel = (int(place) for place in found.flatten(2).any(2).nonzero()[0])
         label = self.channels[channel % len(self.channels)] if self.transform is None else f"channel {channel}"
         raise NotANumberError(
-            f"{self._reader.describe(indices[sample])}: {name!r} has NaN in {int(found[sample, channel].sum())} cells of "
-            f"{label!r}. Missing values or a mask? nan='allow' lets them through, nan=0.0 replaces them"
+            f"{self._reader.describe(indices[sample])}: {name!r} has NaN in {int(found[sample, channel].sum())} cells "
+            f"of {label!r}. Missing values or a mask? nan='allow' lets them through, nan=0.0 replaces them"
         )
 
     def _delivered(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -324,7 +331,7 @@ def _only_defaults(**arguments: Any) -> None:
 
 
 class _Ahead:
-    """Reads batches one after the other on one background thread, never more than ``ahead`` before they are asked for."""
+    """Reads batches one after the other on a background thread, at most ``ahead`` before they are asked for."""
 
     def __init__(self, read: Callable[[list[int]], dict[str, Any]], batches: list[list[int]], ahead: int) -> None:
         self._read, self._waiting = read, deque(batches)

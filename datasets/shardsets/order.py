@@ -42,8 +42,9 @@ class Order:
             raise SampleError("the data set has no sample")
         if self.drop_last and self.samples < self.step:
             raise SampleError(
-                f"{self.groups} data group(s) x batch_size {self.batch_size} need {self.step} samples a step, but the data "
-                f"set has {self.samples} and drop_last=True would leave no batch: take a smaller batch_size or drop_last=False"
+                f"{self.groups} data group(s) x batch_size {self.batch_size} need {self.step} samples a step, but the "
+                f"data set has {self.samples} and drop_last=True would leave no batch: take a smaller batch_size or "
+                f"drop_last=False"
             )
 
     @property
@@ -70,4 +71,7 @@ class Order:
         places = np.arange(group * share, (group + 1) * share)
         # Only the last step of an epoch can fall short: then it starts over with the first samples.
         short = places >= len(taken)
-        return [int(order[(place - len(taken)) % len(order)] if over else taken[place]) for place, over in zip(places, short)]
+        return [
+            int(order[(place - len(taken)) % len(order)] if over else taken[place])
+            for place, over in zip(places, short, strict=True)
+        ]

@@ -81,7 +81,9 @@ def place(
         return Placement(None, Partition(()), 0, 1, 0, True, {})
     names = mesh.mesh_dim_names or (("domain",) if mesh.ndim == 1 else None)
     if names is None:
-        raise SampleError(f"the mesh {mesh} has {mesh.ndim} axes without names: name them (mesh_dim_names=) so that 'data' is known")
+        raise SampleError(
+            f"the mesh {mesh} has {mesh.ndim} axes without names: name them (mesh_dim_names=) so that 'data' is known"
+        )
     data = [name for name in names if name in DATA_AXES]
     if len(data) > 1:
         raise SampleError(f"the mesh has several data axes {data}; only one of {DATA_AXES} can be")
@@ -114,7 +116,9 @@ def _shards(shard: Shards, samples: SampleSet, axes: Sequence[str]) -> dict[str,
     if not isinstance(shard, Mapping):
         dims = [shard] if isinstance(shard, str) else list(shard)
         if len(dims) > len(axes):
-            raise SampleError(f"shard names {dims}, but the mesh has only {len(axes)} axes beside the data axis: {tuple(axes)}")
+            raise SampleError(
+                f"shard names {dims}, but the mesh has only {len(axes)} axes beside the data axis: {tuple(axes)}"
+            )
         shard = dict(zip(dims, axes, strict=False))
     named = dict(shard)
     for dim, axis in named.items():
@@ -131,5 +135,7 @@ def _sizes(
     if isinstance(partition, Mapping):
         return partition
     if len(shards) != 1:
-        raise SampleError(f"partition={list(partition)} gives sizes for one dim, but {list(shards)} are cut: give {{dim: sizes}}")
+        raise SampleError(
+            f"partition={list(partition)} gives sizes for one dim, but {list(shards)} are cut: give {{dim: sizes}}"
+        )
     return {next(iter(shards)): partition}

@@ -95,5 +95,6 @@ class SampleSet(ABC):
         """What all ranks must agree on, picklable."""
         return (type(self).__name__, len(self), self.channels, self.spatial, dict(self.sizes))
 
+    @abstractmethod
     def close(self) -> None:
         """Close the files."""

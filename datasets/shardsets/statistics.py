@@ -74,7 +74,9 @@ def given_statistics(given: Any, samples: Any) -> ChannelStatistics:
             raise SampleError(f"statistics have no entry for channel {channel!r}; they have {sorted(pairs)}")
         found[channel] = pairs[key]
     return ChannelStatistics(
-        samples.channels, tuple(float(pair[0]) for pair in found.values()), tuple(float(pair[1]) for pair in found.values())
+        samples.channels,
+        tuple(float(pair[0]) for pair in found.values()),
+        tuple(float(pair[1]) for pair in found.values()),
     )
 
 

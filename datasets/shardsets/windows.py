@@ -44,8 +44,9 @@ class Windows:
             raise SampleError(f"target_steps is {self.target_steps}; it must be 0 or more")
         if len(self) < 1:
             raise SampleError(
-                f"one sample needs {self.span} times (input_steps {self.input_steps}, target_steps {self.target_steps}, "
-                f"lead {self.lead}), but only {self.count} are chosen: take a smaller window, or more with time="
+                f"one sample needs {self.span} times (input_steps {self.input_steps}, target_steps "
+                f"{self.target_steps}, lead {self.lead}), but only {self.count} are chosen: take a smaller window, or "
+                f"more with time="
             )
 
     @property

@@ -1,21 +1,24 @@
 """Exchanges between the ranks of one process group, each with its adjoint; nothing here knows sharded tensors."""
 
-from shardtensor.comm.agree import SideGroup, gather_facts
+from shardtensor.comm.agree import any_rank, gather_facts
 from shardtensor.comm.all_to_all import all_to_all
 from shardtensor.comm.gather import all_gather, reduce_scatter
 from shardtensor.comm.halo import halo_begin, halo_exchange, halo_reduce
-from shardtensor.comm.library import group_of
+from shardtensor.comm.library import finished, group_of
 from shardtensor.comm.reduce import all_reduce
 from shardtensor.comm.ring import ring_shift, ring_shift_begin
+from shardtensor.comm.rows import add_rows, take_rows
 from shardtensor.comm.trace import CommTrace, comm_trace
 
 __all__ = [
     "CommTrace",
-    "SideGroup",
+    "add_rows",
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "any_rank",
     "comm_trace",
+    "finished",
     "gather_facts",
     "group_of",
     "halo_begin",
@@ -24,4 +27,5 @@ __all__ = [
     "reduce_scatter",
     "ring_shift",
     "ring_shift_begin",
+    "take_rows",
 ]

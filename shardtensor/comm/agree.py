@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardtensor.comm.library import exchange
 
-__all__ = ["SideGroup", "gather_facts"]
+__all__ = ["any_rank", "gather_facts"]
 
 
 def gather_facts(value: Any, mesh: DeviceMesh) -> dict[tuple[int, ...], Any]:
@@ -27,38 +27,15 @@ def gather_facts(value: Any, mesh: DeviceMesh) -> dict[tuple[int, ...], Any]:
     return found
 
 
-class SideGroup:
-    """All ranks of a mesh on a gloo group of their own, so that agreeing never mixes with the model's exchanges.
-
-    Make it on every rank of the mesh at the same point; it works from any one thread per rank.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._ranks = mesh.mesh.flatten().tolist()
-        self._group = None
-        if len(self._ranks) > 1:
-            self._group = dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True)
-
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
-        if self._group is None:
-            return flag
-        found = torch.tensor([flag], dtype=torch.uint8)
-        with exchange("agree", self._group, 1):
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return bool(found.item())
-
-    def gather(self, value: Any) -> dict[int, Any]:
-        """The picklable value of every rank, by global rank."""
-        if self._group is None:
-            return {self._ranks[0]: value}
-        gathered: list[Any] = [None] * len(self._ranks)
-        with exchange("agree", self._group, 0):
-            dist.all_gather_object(gathered, value, group=self._group)
-        return dict(zip(self._ranks, gathered, strict=True))
-
-    def close(self) -> None:
-        """Give the group up; on every rank."""
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None
+def any_rank(flag: bool, mesh: DeviceMesh) -> bool:
+    """Whether the flag is set on any rank of the mesh; the same answer on all of them."""
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        if group.size() == 1:
+            continue
+        device = "cpu" if "gloo" in dist.get_backend_config(group) else mesh.device_type
+        found = torch.tensor([flag], dtype=torch.uint8, device=device)
+        with exchange("any_rank", group, 1):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        flag = bool(found.item())
+    return flag

@@ -1,0 +1,337 @@
+"""The loader against the store's own values: windows, slabs, halos, statistics, resuming, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+from shardio import ShardIOError
+from shardsets import DomainDataLoader, NotANumberError, SampleError
+from shardtensor import ShardTensor
+
+
+def _fields(truth, index, input_steps, target_steps, lead):
+    rows = [*range(index, index + input_steps)]
+    targets = [rows[-1] + lead * (step + 1) for step in range(target_steps)]
+    stack = [torch.from_numpy(truth[which].reshape(-1, *truth.shape[2:])) for which in (rows, targets)]
+    return stack[0], stack[1]
+
+
+@pytest.mark.parametrize(("input_steps", "target_steps", "lead"), [(1, 1, 1), (2, 3, 1), (3, 2, 4)])
+def test_windows_hold_the_right_times(store, truth, input_steps, target_steps, lead):
+    loader = DomainDataLoader(store, input_steps=input_steps, target_steps=target_steps, lead=lead, batch_size=2)
+    assert loader.channels == ("t_500", "t_850", "t_1000", "u")
+    assert len(loader) == (12 - (input_steps + lead * target_steps) + 1) // 2
+    times = xr.open_zarr(store).time.values
+    count = 0
+    for batch in loader:
+        for at, index in enumerate(batch["index"].tolist()):
+            given, wanted = _fields(truth, index, input_steps, target_steps, lead)
+            assert torch.equal(batch["input"][at], given)
+            assert torch.equal(batch["target"][at], wanted)
+            last = index + input_steps - 1
+            assert batch["time"][at] == times[last]
+            assert list(batch["target_time"][at]) == [times[last + lead * (k + 1)] for k in range(target_steps)]
+            count += 1
+    assert count == 2 * len(loader)
+    loader.close()
+
+
+@pytest.mark.parametrize("dims", [("time", "lat", "lon"), ("lat", "time", "lon"), ("lon", "lat", "time")])
+def test_any_order_of_dims_gives_rows_then_columns(store, truth, dims):
+    data = xr.open_zarr(store)[["u"]].load().transpose(*dims)
+    loader = DomainDataLoader(data, target_steps=2)
+    batch = next(iter(loader))
+    assert torch.equal(batch["input"][0, 0], torch.from_numpy(truth[0, 3]))
+    assert torch.equal(batch["target"][0, 1], torch.from_numpy(truth[2, 3]))
+    assert batch["input"].is_contiguous()
+
+
+def test_chooses_variables_levels_and_times(store, truth):
+    chosen = DomainDataLoader(
+        store, variables=["t", "orography"], levels=[1000, 500], time=("2020-01-01T12", "2020-01-02T00"), target_steps=0
+    )
+    assert chosen.channels == ("t_1000", "t_500", "orography")
+    batches = list(chosen)
+    assert [str(batch["time"][0])[:13] for batch in batches] == ["2020-01-01T12", "2020-01-01T18", "2020-01-02T00"]
+    assert torch.equal(batches[1]["input"][0, :2], torch.from_numpy(truth[3, [2, 0]]))
+    assert torch.equal(batches[1]["input"][0, 2], torch.from_numpy(xr.open_zarr(store).orography.values))
+    assert batches[0]["target"].shape == (1, 0, 11, 8)
+
+
+def _on_ranks(mesh, store, truth, options):
+    """Every batch's global values on every rank; asserts that each rank holds only its slab."""
+    loader = DomainDataLoader(store, mesh, **options)
+    domain = mesh if mesh.ndim == 1 else mesh["domain"]
+    seen = []
+    for batch in loader:
+        for name in ("input", "target"):
+            field = batch[name]
+            assert isinstance(field, ShardTensor)
+            assert field.device_mesh == domain
+            assert field._local_tensor.shape == field._spec.local_shape
+            whole = field.full_tensor()
+            steps = {"input": options.get("input_steps", 1), "target": options.get("target_steps", 1)}
+            for at, index in enumerate(batch["index"].tolist()):
+                expected = _fields(truth, index, steps["input"], steps["target"], options.get("lead", 1))
+                assert torch.equal(whole[at], expected[name == "target"])
+        seen.append(batch["index"].tolist())
+    loader.close()
+    return seen
+
+
+@pytest.mark.parametrize("mesh", [(1,), (2,), (3,), (2, 2), (2, 1), (1, 3)])
+def test_ranks_of_a_domain_share_samples_and_data_groups_do_not(ranks, store, truth, mesh):
+    options = {"input_steps": 2, "shuffle": True, "seed": 3, "batch_size": 1}
+    seen = ranks.run(_on_ranks, str(store), truth, options, mesh=mesh)
+    groups = mesh[0] if len(mesh) == 2 else 1
+    by_group = [seen[group * (len(seen) // groups)] for group in range(groups)]
+    for group, batches in enumerate(by_group):
+        width = len(seen) // groups
+        assert all(other == batches for other in seen[group * width : (group + 1) * width])
+    together = [sample for step in zip(*by_group, strict=True) for batch in step for sample in batch]
+    plain = [int(batch["index"]) for batch in DomainDataLoader(store, input_steps=2, shuffle=True, seed=3)]
+    assert together == plain[: len(together)]
+
+
+@pytest.mark.parametrize("partition", ["even", (2, 6, 3), (11, 0, 0)])
+def test_partitions(ranks, store, truth, partition):
+    ranks.run(_on_ranks, str(store), truth, {"partition": partition, "batch_size": 2}, mesh=(3,))
+
+
+def test_aligned_partition_cuts_at_chunks_and_reads_each_chunk_once(ranks, globe, tmp_path):
+    data = globe[["u"]]
+    data.to_zarr(tmp_path / "rows.zarr", zarr_format=2, encoding={"u": {"chunks": (1, 3, 8)}})
+
+    def check(mesh):
+        loader = DomainDataLoader(str(tmp_path / "rows.zarr"), mesh, partition="aligned", target_steps=0)
+        assert loader.placement.partition.cuts[0].sizes == (6, 5)
+        for batch in loader:
+            assert torch.equal(batch["input"].full_tensor()[0, 0], torch.from_numpy(data.u.values[batch["index"][0]]))
+        return loader.stats.chunks
+
+    assert sum(ranks.run(check, mesh=(2,))) == 4 * 12
+
+
+def test_cut_along_longitude_and_along_both(ranks, store, truth):
+    ranks.run(_on_ranks, str(store), truth, {"shard": {"lon": "domain"}}, mesh=(3,))
+
+    def both(mesh):
+        from torch.distributed.device_mesh import DeviceMesh
+
+        grid = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=("y", "x"))
+        loader = DomainDataLoader(str(store), grid, shard={"lat": "y", "lon": "x"})
+        field = next(iter(loader))["input"]
+        assert tuple(field._local_tensor.shape[2:]) == (6 - grid.get_local_rank("y"), 4)
+        assert torch.equal(field.full_tensor()[0], torch.from_numpy(truth[0]))
+
+    ranks.run(both, mesh=(2, 2))
+
+
+def _smoothed(field: torch.Tensor) -> torch.Tensor:
+    """A 3 x 3 mean, periodic in longitude; rows at the poles see themselves twice."""
+    field = torch.nn.functional.pad(field, (1, 1, 0, 0), mode="circular")
+    return torch.nn.functional.avg_pool2d(torch.nn.functional.pad(field, (0, 0, 1, 1), mode="replicate"), 3, 1)
+
+
+def _stencil(batch):
+    """The same by the slab's halo: what is missing at the poles is replicated, what is there is used."""
+    slab = batch["slab"]
+    for name in ("input", "target"):
+        field = batch[name]
+        (below, above), (left, right) = slab.halo
+        padded = torch.nn.functional.pad(field, (1 - left, 1 - right, 1 - below, 1 - above), mode="replicate")
+        inner = torch.nn.functional.avg_pool2d(padded, 3, 1)
+        out = field.clone()
+        rows = slice(below, field.shape[2] - above)
+        columns = slice(left, field.shape[3] - right)
+        out[:, :, rows, columns] = inner
+        batch[name] = out
+    return batch
+
+
+@pytest.mark.parametrize("mesh", [(1,), (3,)])
+def test_a_stencil_in_the_transform_is_exact_at_the_cut(ranks, store, truth, mesh):
+    def check(mesh):
+        halo = {"lat": 1, "lon": 1}
+        loader = DomainDataLoader(str(store), mesh, halo=halo, transform=_stencil, shuffle=True)
+        for batch in loader:
+            expected = _smoothed(torch.from_numpy(truth[batch["index"].tolist()]))
+            assert torch.allclose(batch["input"].full_tensor(), expected, rtol=1e-6)
+
+    ranks.run(check, mesh=mesh)
+
+
+@pytest.mark.parametrize("mesh", [(1,), (3,), (2, 2)])
+def test_statistics_are_those_of_all_cells_and_times(ranks, store, truth, mesh):
+    def check(mesh):
+        loader = DomainDataLoader(str(store), mesh, statistics="compute")
+        found = loader.statistics
+        values = truth.astype("f8").transpose(1, 0, 2, 3).reshape(4, -1)
+        np.testing.assert_allclose(found.mean, values.mean(1), rtol=1e-10)
+        np.testing.assert_allclose(found.std, values.std(1), rtol=1e-10)
+        batch = next(iter(loader))
+        back = found.denormalized(batch["input"]).full_tensor()
+        assert torch.allclose(back[0], torch.from_numpy(truth[int(batch["index"])]), rtol=1e-5, atol=1e-4)
+        assert batch["input"].full_tensor().abs().max() < 6
+
+    ranks.run(check, mesh=mesh)
+
+
+def test_statistics_skip_nan_and_can_be_given(store, truth):
+    data = xr.open_zarr(store)[["u"]].load()
+    data.u[:, :4] = np.nan
+    loader = DomainDataLoader(data, statistics="compute", nan=0.0)
+    there = data.u.values[:, 4:].astype("f8")
+    assert loader.statistics.mean[0] == pytest.approx(there.mean(), rel=1e-9)
+    assert next(iter(loader))["input"][0, 0, :4].eq(0).all()
+    given = DomainDataLoader(store, statistics={"t": (280.0, 10.0), "u": (0.0, 2.0)})
+    assert torch.allclose(next(iter(given))["input"][0, 3], torch.from_numpy(truth[0, 3]) / 2)
+    with pytest.raises(SampleError, match="no entry for channel 'u'"):
+        DomainDataLoader(store, statistics={"t": (280.0, 10.0)})
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_resumes_exactly(store, prefetch):
+    def ids(loader, batches=None):
+        found = []
+        for batch in loader:
+            found.append(batch["index"].tolist())
+            if len(found) == batches:
+                break
+        return found
+
+    def make():
+        return DomainDataLoader(store, shuffle=True, seed=4, batch_size=2, prefetch=prefetch)
+
+    whole = make()
+    epochs = [ids(whole) for _ in range(3)]
+    assert epochs[0] != epochs[1]
+    for done in range(len(epochs[1]) + 1):
+        first = make()
+        first.set_epoch(1)
+        if done:
+            assert ids(first, done) == epochs[1][:done]
+        state = first.state_dict()
+        again = make()
+        again.load_state_dict(state)
+        middle = ids(again, 1) if done < len(epochs[1]) else []
+        # a second stop in the same epoch
+        last = make()
+        last.load_state_dict(again.state_dict() if middle else state)
+        assert middle + ids(last) == epochs[1][done:]
+        assert ids(last) == epochs[2]
+
+
+def test_a_state_of_another_data_set_is_refused(store):
+    state = DomainDataLoader(store, seed=1).state_dict()
+    with pytest.raises(SampleError, match="seed 1, this loader has 0"):
+        DomainDataLoader(store).load_state_dict(state)
+
+
+REFUSED = [
+    ({"source": "nowhere.zarr"}, FileNotFoundError, "nowhere.zarr"),
+    ({"variables": ["q"]}, KeyError, "no array 'q'"),
+    ({"variables": ["orography"]}, SampleError, "time="),
+    ({"levels": [700]}, SampleError, "level 700"),
+    ({"time": ("1999-01-01", "1999-02-01")}, SampleError, "chooses no row"),
+    ({"input_steps": 12}, SampleError, "one sample needs 13 times"),
+    ({"batch_size": 12}, SampleError, "need 12 samples"),
+    ({"prefetch": -1}, SampleError, "prefetch"),
+    ({"lead": 0}, SampleError, "lead"),
+    ({"partition": (5, 5)}, ValueError, "11"),
+    ({"partition": (5, 5, 1)}, ValueError, "2"),
+    ({"partition": "odd"}, ValueError, "odd"),
+    ({"shard": {"time": "domain"}}, SampleError, "names dim 'time'"),
+    ({"shard": {"lat": "model"}}, SampleError, "mesh axis 'model'"),
+]
+
+
+@pytest.mark.parametrize(("changed", "kind", "said"), REFUSED, ids=lambda value: str(value)[:40])
+def test_refuses_on_every_rank_with_a_reason(ranks, store, changed, kind, said):
+    def check(mesh):
+        arguments = {"source": str(store), **changed}
+        with pytest.raises(kind, match=said):
+            DomainDataLoader(arguments.pop("source"), mesh, **arguments)
+
+    ranks.run(check, mesh=(2,))
+
+
+def test_more_ranks_than_rows(ranks, store):
+    def check(mesh):
+        data = xr.open_zarr(str(store))[["u"]].isel(lat=[0, 1])
+        with pytest.raises(ShardIOError, match="2 rows"):
+            DomainDataLoader(data, mesh, shard={"lat": "domain", "lon": None})
+
+    ranks.run(check, mesh=(3,))
+
+
+def test_unknown_dims_name_the_argument_that_helps(store):
+    data = xr.open_zarr(store)[["u"]].load().drop_vars(["lat", "lon"]).rename(lat="p", lon="q")
+    with pytest.raises(ShardIOError, match="shard="):
+        DomainDataLoader(data)
+    loader = DomainDataLoader(data, shard={"p": "domain", "q": None})
+    assert next(iter(loader))["input"].shape == (1, 1, 11, 8)
+
+
+def test_one_failing_rank_stops_all_with_its_reason(ranks, store):
+    def missing_on_one(mesh):
+        from shardsets import BatchError
+
+        bad = mesh.get_local_rank() == 1
+        with pytest.raises(FileNotFoundError if bad else BatchError, match="nowhere"):
+            DomainDataLoader("nowhere.zarr" if bad else str(store), mesh)
+
+    ranks.run(missing_on_one, mesh=(3,))
+
+    def nan_in_one_slab(mesh):
+        from shardsets import BatchError
+
+        data = xr.open_zarr(str(store))[["u"]].load()
+        data.u[4, 10, 2] = np.nan  # in the last rank's rows only
+        loader = DomainDataLoader(data, mesh, prefetch=2)
+        last = mesh.get_local_rank() == 2
+        seen = 0
+        with pytest.raises(NotANumberError if last else BatchError, match=r"2020-01-01T18.* 1 cells of 'u'"):
+            for _ in loader:
+                seen += 1
+        assert seen == 3
+        assert len(list(DomainDataLoader(data, mesh, nan="allow"))) == 11
+
+    ranks.run(nan_in_one_slab, mesh=(3,))
+
+
+def test_ranks_that_differ_are_told(ranks, store):
+    def check(mesh):
+        from shardtensor import RankDisagreementError
+
+        with pytest.raises(RankDisagreementError, match="loaders differ"):
+            DomainDataLoader(str(store), mesh, seed=mesh.get_local_rank())
+
+    ranks.run(check, mesh=(2,))
+
+
+def test_an_irregular_time_axis_is_refused_with_its_place(store):
+    data = xr.open_zarr(store)[["u"]].load()
+    times = data.time.values.copy()
+    times[7:] += np.timedelta64(1, "D")
+    with pytest.raises(ValueError, match="position 6"):
+        DomainDataLoader(data.assign_coords(time=times))
+    assert len(DomainDataLoader(data.assign_coords(time=times), time=slice(None, 7))) == 6
+
+
+def test_reading_ahead_is_bounded_and_stops(store):
+    class Counted(DomainDataLoader):
+        reads = 0
+
+        def _read(self, indices):
+            Counted.reads += 1
+            return super()._read(indices)
+
+    loader = Counted(store, prefetch=2)
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    assert Counted.reads <= 4
