@@ -42,7 +42,10 @@ UNITS = {
     **dict.fromkeys(("hpa", "mbar", "millibar", "millibars"), "level"),
 }
 NAMES = {
-    "time": ("time", "valid_time", "times", "time_counter", "datetime", "day", "date", "t", "time1", "time0"),
+    "time": (
+        *("time", "valid_time", "times", "time_index", "time_counter", "datetime", "day", "date", "t"),
+        *("time1", "time0"),
+    ),
     "level": (
         *("level", "lev", "levels", "plev", "pressure", "pressure_level", "isobaricinhpa", "isobaric", "model_level"),
         *("hybrid", "height", "altitude", "depth", "z", "sigma", "bottom_top", "depthbelowlandlayer", "deptht"),

