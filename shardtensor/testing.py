@@ -268,7 +268,7 @@ class Ranks:
         if self._processes and all(process.is_alive() for process in self._processes):
             return
         self.close()
-        context = mp.get_context("spawn")
+        context = _context()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -300,6 +300,15 @@ class Ranks:
             self.close()
             raise RankError("\n".join(f"--- rank {rank}:\n{text}" for rank, text in failures.items()))
         return [results[rank] for rank in members]
+
+
+def _context() -> Any:
+    """How ranks start: where there is a fork server, it imports torch once, in a process without threads, for all."""
+    if "forkserver" not in mp.get_all_start_methods():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["shardtensor.testing"])
+    return context
 
 
 def _same_on_rank(mesh: DeviceMesh, function: Any, inputs: Any, cuts: Any, options: dict[str, Any]) -> None:
