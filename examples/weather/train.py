@@ -134,7 +134,12 @@ class Training:
         saved = checkpoint.load(options.out) if options.resume else None
         if saved is not None:
             self.restore(saved)
-        else:
+        found = from_all_ranks(self.step)
+        if len(set(found)) > 1:
+            raise FileNotFoundError(
+                f"the ranks found checkpoints of steps {found}: --out must be a folder all of them see"
+            )
+        if saved is None:
             first = itertools.islice(self.loader, 16)
             self.scale = change_scale(first, mesh)
             self.loader.set_epoch(0)
