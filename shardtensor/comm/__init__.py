@@ -8,6 +8,7 @@ from shardtensor.comm.library import finished, group_of
 from shardtensor.comm.reduce import all_reduce
 from shardtensor.comm.ring import ring_shift, ring_shift_begin
 from shardtensor.comm.rows import add_rows, take_rows
+from shardtensor.comm.scatter import broadcast_values
 from shardtensor.comm.trace import CommTrace, comm_trace
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "any_rank",
+    "broadcast_values",
     "comm_trace",
     "finished",
     "gather_facts",

@@ -51,7 +51,7 @@ def _permuted(spec: ShardTensorSpec, dims: tuple[int, ...]) -> ShardTensorSpec:
 
 @rule(aten.permute.default)
 def permute(self: ShardTensor, dims: Sequence[int]) -> ShardTensor:
-    return wrap(self._local_tensor.permute(dims), _permuted(self._spec, tuple(dims)))
+    return wrap(self._local_tensor.permute(tuple(dims)), _permuted(self._spec, tuple(dims)))
 
 
 @lru_cache(maxsize=4096)

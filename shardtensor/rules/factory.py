@@ -114,7 +114,7 @@ ALIASES = [aten.alias.default, aten.detach.default, aten.lift_fresh.default, ate
 for _function, _ops in ((like, LIKE), (alias, ALIASES)):
     for _op in _ops:
         _entry = partial(_function, _op)
-        _entry.__module__ = __name__  # type: ignore[attr-defined]
+        _entry.__module__ = __name__
         rule(_op)(_entry)
 
 

@@ -19,7 +19,7 @@ from shardtensor.rules.memory import recall, remember
 from shardtensor.spec import Cut, Layout, Replicate, ShardTensorSpec, even_sizes, mesh_sizes
 from shardtensor.tensor import ShardTensor, wrap
 
-__all__ = ["Sliced", "one_cut", "sliced", "take_rows_of"]
+__all__ = ["Sliced", "one_cut", "one_cut_layout", "sliced", "take_rows_of"]
 
 aten = torch.ops.aten
 _REPLICATE = Replicate()
@@ -37,12 +37,13 @@ class Sliced(NamedTuple):
 
 def one_cut(tensor: ShardTensor, dim: int) -> ShardTensor:
     """The tensor with at most one mesh axis cutting ``dim`` (>= 0), into consecutive rows."""
-    layout = _one_cut(tensor._spec, dim)
+    layout = one_cut_layout(tensor._spec, dim)
     return tensor if layout is tensor._spec.layout else aligned(tensor, layout, tensor._spec.mesh)
 
 
 @lru_cache(maxsize=4096)
-def _one_cut(spec: ShardTensorSpec, dim: int) -> Layout:
+def one_cut_layout(spec: ShardTensorSpec, dim: int) -> Layout:
+    """The layout with at most one mesh axis cutting ``dim``, into consecutive rows; other dims as they are."""
     axes = spec.axes_of(dim)
     if not axes or (len(axes) == 1 and spec.cut_of(dim).outer == 1):  # type: ignore[union-attr]
         return spec.layout
@@ -141,7 +142,7 @@ def slice_backward(grad: ShardTensor, input_sizes: list[int], dim: int, start: i
     shape = torch.Size(input_sizes)
     dim = dim % len(shape)
     source = ShardTensorSpec.of(grad._spec.mesh, _like_source(grad, shape, dim), shape, grad._spec.dtype)
-    source = source.with_layout(_one_cut(source, dim))
+    source = source.with_layout(one_cut_layout(source, dim))
     part = sliced(source, dim, start, end, step)
     local = local_in(grad, part.spec.layout, source.mesh)
     out = local.new_zeros(source.local_shape)
@@ -159,7 +160,7 @@ def select_backward(grad: ShardTensor, input_sizes: list[int], dim: int, index: 
     if known is None:
         known = moved_dims(grad._spec.resolved_layout, lambda old: old + (old >= dim))
     source = ShardTensorSpec.of(grad._spec.mesh, known, shape, grad._spec.dtype)
-    source = source.with_layout(_one_cut(source, dim))
+    source = source.with_layout(one_cut_layout(source, dim))
     rest = tuple(_REPLICATE if isinstance(e, Cut) and e.dim == dim else e for e in source.layout)
     local = local_in(grad, moved_dims(rest, lambda old: old - (old > dim)), source.mesh)
     out = local.new_zeros(source.local_shape)
