@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardtensor import comm
-from shardtensor.boundary import layout_like, normalized
 from shardtensor.comm.agree import gather_facts
 from shardtensor.comm.scatter import broadcast_value, broadcast_values, scatter_blocks
 from shardtensor.errors import LayoutError, RankDisagreementError
-from shardtensor.promotion import PromotionScope
+from shardtensor.infer import layout_like, normalized
+from shardtensor.promotion import close_bucket, open_bucket
 from shardtensor.spec import DeviceMesh, Placement, ShardTensorSpec, mesh_sizes, replicate
 from shardtensor.tensor import ShardTensor
 
@@ -47,17 +47,17 @@ def init_mesh(
         LayoutError: the shape does not multiply to the number of ranks.
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         if dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= set(os.environ):
             dist.init_process_group(backend, timeout=timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     world = dist.get_world_size()
     known = prod(ranks for ranks in shape if ranks != -1)
-    shape = tuple(world // known if ranks == -1 else ranks for ranks in shape)
+    shape = tuple(max(1, world // max(1, known)) if ranks == -1 else ranks for ranks in shape)
     if len(shape) != len(names) or prod(shape) != world:
         raise LayoutError(
             f"a mesh of {' x '.join(map(str, shape))} ranks, axes {tuple(names)}, does not fit {world} running "
@@ -110,8 +110,9 @@ def scatter_tensor(
             found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
             raise LayoutError(f"rank {global_src} holds {found}, but {tuple(global_shape)} {dtype} was announced")
         blocks = {int(mesh.mesh[at]): _block(tensor.detach(), spec, at) for at in _coordinates(mesh)}
-    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
-    local = scatter_blocks(blocks, spec.local_shape, dtype, device, global_src)
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    group = comm.group_of(mesh, 0) if mesh.ndim == 1 else None
+    local = scatter_blocks(blocks, spec.local_shape, dtype, device, global_src, group)
     return ShardTensor(local, spec, requires_grad=requires_grad)
 
 
@@ -155,7 +156,7 @@ def sync_module_over_mesh(module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn
             )
     for axis in range(mesh.ndim):
         broadcast_values([tensor for _, tensor in plain], 0, comm.group_of(mesh, axis))
-    scope = PromotionScope(mesh)
-    module.register_forward_pre_hook(scope.enter)
-    module.register_forward_hook(scope.leave, always_call=True)
+    if open_bucket not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(open_bucket)
+        module.register_forward_hook(close_bucket, always_call=True)
     return module

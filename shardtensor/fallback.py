@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from shardtensor import comm
 from shardtensor import tensor as sharded  # used at call time only: the two modules need each other
-from shardtensor.errors import MissingRuleError
+from shardtensor.errors import MissingRuleError, OpError
 from shardtensor.redistribute import redistribute_local
 from shardtensor.registry import is_strict
 from shardtensor.spec import DeviceMesh, ShardTensorSpec, replicate
@@ -29,13 +30,14 @@ def run_replicated(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> An
     """
     if _is_composite(func):
         return func.decompose(*args, **kwargs)
-    found: list[Any] = []
-    local_args, local_kwargs = _map((args, kwargs), lambda tensor: _gathered(tensor, found))
     if is_strict():
+        given = ", ".join(str(tuple(tensor.shape)) for tensor in _sharded((args, kwargs)))
         raise MissingRuleError(
-            f"{func} has no rule, and strict() forbids running it on gathered inputs "
-            f"({', '.join(str(tuple(t.shape)) for t, _ in found)}). Register one with ShardTensor.register_dispatch_handler"
+            f"{func} has no rule, and strict() forbids running it on gathered inputs ({given}). Register one with "
+            f"ShardTensor.register_dispatch_handler"
         )
+    found: list[tuple[Any, torch.Tensor]] = []
+    whole_args, whole_kwargs = _map((args, kwargs), lambda tensor: _gathered(tensor, found))
     moved = sum(whole.numel() * whole.element_size() for tensor, whole in found if whole is not tensor._local_tensor)
     if func not in _warned:
         _warned.add(func)
@@ -45,12 +47,17 @@ def run_replicated(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> An
             stacklevel=2,
         )
     mesh = found[0][0]._spec.mesh
-    result = func(*local_args, **local_kwargs)
-    by_local = {id(whole): tensor for tensor, whole in found}
+    shapes = [whole.shape for _, whole in found]
+    result = func(*whole_args, **whole_kwargs)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        _agree(result, mesh)
     if func._schema.is_mutable:
-        for tensor, whole in found:
+        for (tensor, whole), shape in zip(found, shapes, strict=True):
+            if whole.shape != shape:
+                raise OpError(f"{func} changes a shape in place, {tuple(shape)} to {tuple(whole.shape)}: use x = f(x)")
             _write_back(tensor, whole)
-    return _map(result, lambda local: by_local.get(id(local)) or _replicated(local, mesh))
+    by_whole = {id(whole): tensor for tensor, whole in found}
+    return _map(result, lambda whole: by_whole[id(whole)] if id(whole) in by_whole else _replicated(whole, mesh))
 
 
 @lru_cache(maxsize=1024)
@@ -69,6 +76,20 @@ def _map(value: Any, function: Any) -> Any:
     return value
 
 
+def _sharded(value: Any) -> list[Any]:
+    found: list[Any] = []
+    _map(value, lambda tensor: found.append(tensor) if isinstance(tensor, sharded.ShardTensor) else None)
+    return found
+
+
+def _agree(result: Any, mesh: DeviceMesh) -> None:
+    """Give all ranks the random numbers of the first: what is replicated must be the same everywhere."""
+    drawn: list[torch.Tensor] = []
+    _map(result, drawn.append)
+    for axis in range(mesh.ndim):
+        comm.broadcast_values(drawn, 0, comm.group_of(mesh, axis))
+
+
 def _gathered(tensor: torch.Tensor, found: list[Any]) -> torch.Tensor:
     if not isinstance(tensor, sharded.ShardTensor):
         return tensor
@@ -79,9 +100,11 @@ def _gathered(tensor: torch.Tensor, found: list[Any]) -> torch.Tensor:
 
 
 def _write_back(tensor: Any, whole: torch.Tensor) -> None:
+    """Put a written whole back into the blocks; a pending reduction is done with it."""
+    spec = tensor._spec
     if whole is not tensor._local_tensor:
-        spec = tensor._spec
         tensor._local_tensor.copy_(redistribute_local(whole, spec.replicated(), spec.resolved_layout))
+        tensor._spec = spec.with_layout(spec.resolved_layout)
 
 
 def _replicated(local: torch.Tensor, mesh: DeviceMesh) -> Any:

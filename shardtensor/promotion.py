@@ -23,14 +23,23 @@ from shardtensor.errors import LayoutError, OpError
 from shardtensor.redistribute import redistribute_local
 from shardtensor.spec import DeviceMesh, Partial, ShardTensorSpec, replicate
 
-__all__ = ["SETTLED", "PromotionScope", "TensorPromotionMode", "get_mode", "promoted", "set_mode", "with_promoted_arguments"]
+__all__ = [
+    "SETTLED",
+    "TensorPromotionMode",
+    "close_bucket",
+    "get_mode",
+    "open_bucket",
+    "promoted",
+    "set_mode",
+    "with_promoted_arguments",
+]
 
 
 class TensorPromotionMode(enum.Enum):
     """What happens to a plain tensor that meets a sharded one in an op.
 
     Attributes:
-        DISABLED: refused with an error (plain scalars and tensors of one element without dims are let through).
+        DISABLED: refused with an error, except tensors without dims; handlers of the caller's own get it as it is.
         WARN: promoted to a replicated tensor, with a warning.
         SILENT: promoted to a replicated tensor.
     """
@@ -42,6 +51,7 @@ class TensorPromotionMode(enum.Enum):
 
 _mode = TensorPromotionMode.SILENT
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SUM = Partial("sum")
 
 SETTLED: set[type] = {int, float, bool, type(None), torch.dtype, torch.device}
 """Types of arguments that need no look: ShardTensor enters itself."""
@@ -56,14 +66,6 @@ def set_mode(mode: TensorPromotionMode) -> None:
     """Set the promotion mode of this process."""
     global _mode
     _mode = mode
-
-
-class _Scopes(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[_Bucket] = []
-
-
-_scopes = _Scopes()
 
 
 def promoted(
@@ -84,17 +86,16 @@ def promoted(
         return args, kwargs
     if _mode is not TensorPromotionMode.SILENT:
         _report(func, args, kwargs)
-    return (
-        tuple(_promote(arg, mesh) for arg in args),
-        {name: _promote(value, mesh) for name, value in kwargs.items()} if kwargs else kwargs,
-    )
+    _refuse_lost_write(func, args)
+    args, kwargs = _with_promoted((args, kwargs), mesh)
+    return args, kwargs
 
 
 def _concerns(arg: Any) -> bool:
     kind = type(arg)
     if kind in _PLAIN:
         # Outside SILENT mode every plain tensor is looked at, not only weights.
-        return (arg.requires_grad and torch.is_grad_enabled()) or _mode is not TensorPromotionMode.SILENT
+        return _is_weight(arg) or _mode is not TensorPromotionMode.SILENT
     if kind is tuple or kind is list:
         return any(_concerns(item) for item in arg)
     return isinstance(arg, DTensor)
@@ -121,27 +122,55 @@ def _report(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> 
     for value in _flat(args, kwargs or {}):
         if type(value) not in _PLAIN or value.dim() == 0:
             continue
-        what = f"{getattr(func, '__name__', func)}: a plain tensor {tuple(value.shape)} {value.dtype} meets a ShardTensor"
+        name = getattr(func, "__name__", func)
+        what = f"{name}: a plain tensor {tuple(value.shape)} {value.dtype} meets a ShardTensor"
         if _mode is TensorPromotionMode.DISABLED:
             raise OpError(f"{what}, and promotion is disabled. Make it a ShardTensor, or set_promotion_mode('silent')")
         warnings.warn(f"{what}; it is taken as replicated", stacklevel=4)
 
 
-def _promote(arg: Any, mesh: DeviceMesh, everything: bool = False) -> Any:
-    kind = type(arg)
-    if kind is tuple or kind is list:
-        return kind(_promote(item, mesh, everything) for item in arg)
-    if isinstance(arg, DTensor):
-        if arg.device_mesh != mesh:
-            raise LayoutError(f"a DTensor on {arg.device_mesh} meets a ShardTensor on {mesh}: put both on one mesh")
-        return FromDTensor.apply(arg, sharded.ShardTensor)
-    if kind not in _PLAIN or not (everything or (arg.requires_grad and torch.is_grad_enabled())):
-        return arg
-    for bucket in reversed(_scopes.stack):
-        found = bucket.find(arg, mesh)
-        if found is not None:
-            return found
-    return _Promote.apply(mesh, arg)[0]
+def _refuse_lost_write(func: Any, args: tuple[Any, ...]) -> None:
+    """In-place ops on a plain tensor that requires grad: what is written would reach its values, not its gradient."""
+    name = getattr(func, "__name__", "")
+    in_place = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
+    in_place = in_place or (name.startswith("__i") and len(args) > 1)
+    if in_place and type(args[0]) in _PLAIN and _is_weight(args[0]):
+        raise OpError(
+            f"{name}: a ShardTensor is written in place into a plain tensor {tuple(args[0].shape)} that requires grad. "
+            f"Write it out of place (h = h + x), or make the tensor a ShardTensor first"
+        )
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _with_promoted(value: Any, mesh: DeviceMesh, everything: bool = False) -> Any:
+    """Nested arguments with their weights (or all plain tensors) promoted; those not in a bucket go together."""
+    found: dict[int, Any] = {}
+    alone: dict[int, torch.Tensor] = {}
+    for item in _flat(value):
+        if isinstance(item, DTensor):
+            if item.device_mesh != mesh:
+                raise LayoutError(f"a DTensor on {item.device_mesh} meets a ShardTensor on {mesh}: use one mesh")
+            found[id(item)] = FromDTensor.apply(item, sharded.ShardTensor)
+        elif type(item) in _PLAIN and (everything or _is_weight(item)):
+            promoted_before = _find_in_buckets(item, mesh)
+            if promoted_before is None:
+                alone[id(item)] = item
+            else:
+                found[id(item)] = promoted_before
+    if alone:
+        found.update(zip(alone, _Promote.apply(mesh, *alone.values()), strict=True))
+    return _replaced(value, found)
+
+
+def _replaced(value: Any, found: dict[int, Any]) -> Any:
+    if type(value) is tuple or type(value) is list:
+        return type(value)([_replaced(item, found) for item in value])
+    if type(value) is dict:
+        return {name: _replaced(item, found) for name, item in value.items()}
+    return found.get(id(value), value)
 
 
 def with_promoted_arguments(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,15 +179,16 @@ def with_promoted_arguments(handler: Callable[..., Any]) -> Callable[..., Any]:
     def call(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mesh = _mesh_of(args, kwargs)
         if mesh is not None and _mode is not TensorPromotionMode.DISABLED:
-            args = tuple(_promote(arg, mesh, True) for arg in args)
-            kwargs = {name: _promote(value, mesh, True) for name, value in kwargs.items()}
+            if _mode is TensorPromotionMode.WARN:
+                _report(func, args, kwargs)
+            args, kwargs = _with_promoted((args, kwargs), mesh, everything=True)
         return handler(func, types, args, kwargs)
 
     return call
 
 
 class _Promote(torch.autograd.Function):
-    """Plain tensors -> replicated tensors; their gradients are summed over the mesh in one all-reduce per dtype."""
+    """Plain tensors -> replicated tensors; their gradients are summed over the mesh together."""
 
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, *tensors: torch.Tensor) -> Any:
@@ -179,61 +209,74 @@ class _Promote(torch.autograd.Function):
 
 
 def _reduced(grads: Iterable[Any], mesh: DeviceMesh) -> list[torch.Tensor | None]:
-    """The gradients as whole plain tensors; pending sums travel together, one all-reduce per dtype and mesh axes."""
+    """The gradients as whole plain tensors; pending sums travel together, one all-reduce per kind and mesh axis."""
     found: list[torch.Tensor | None] = []
-    pending: dict[tuple[torch.dtype, tuple[int, ...]], list[int]] = {}
+    pending: dict[tuple[torch.dtype, torch.device, tuple[int, ...]], list[int]] = {}
     whole = replicate(mesh.ndim)
     for place, grad in enumerate(grads):
         if not isinstance(grad, sharded.ShardTensor):
             found.append(grad)
             continue
         spec = grad._spec
-        sums = tuple(axis for axis in spec.partial_axes if spec.layout[axis] == Partial("sum"))
+        sums = tuple(axis for axis in spec.partial_axes if spec.layout[axis] == _SUM)
         rest = tuple(entry if axis in sums else whole[axis] for axis, entry in enumerate(spec.layout))
         found.append(redistribute_local(grad._local_tensor, spec, rest))
         if sums:
-            pending.setdefault((spec.dtype, sums), []).append(place)
-    for (_, axes), places in pending.items():
-        blocks = [found[place] for place in places]
-        flat = torch.cat([block.flatten() for block in blocks if block is not None])
+            pending.setdefault((spec.dtype, grad.device, sums), []).append(place)
+    for (_, _, axes), places in pending.items():
+        blocks = [block for block in (found[place] for place in places) if block is not None]
+        flat = torch.cat([block.flatten() for block in blocks])
         for axis in axes:
             flat = comm.all_reduce(flat, "sum", comm.group_of(mesh, axis))
-        for place, values in zip(places, flat.split([b.numel() for b in blocks if b is not None]), strict=True):
-            block = found[place]
-            found[place] = values if block is None else values.view(block.shape)
+        for place, block, values in zip(places, blocks, flat.split([b.numel() for b in blocks]), strict=True):
+            found[place] = values.view(block.shape)
     return found
 
 
 class _Bucket:
     """The parameters of one module call, promoted together when the first of them is needed."""
 
-    def __init__(self, mesh: DeviceMesh, parameters: list[torch.Tensor]) -> None:
-        self.mesh = mesh
-        self.waiting = {id(parameter): parameter for parameter in parameters}
-        self.done: dict[int, Any] = {}
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.members: dict[int, torch.Tensor] | None = None
+        self.mesh: DeviceMesh | None = None
+        self.promoted: dict[int, Any] = {}
 
-    def find(self, parameter: torch.Tensor, mesh: DeviceMesh) -> Any:
-        if mesh != self.mesh:
+    def find(self, tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
+        if self.members is None:
+            weights = (p for p in self.module.parameters() if type(p) in _PLAIN and p.requires_grad)
+            self.members = {id(weight): weight for weight in weights}
+        if id(tensor) not in self.members:
             return None
-        if not self.done and id(parameter) in self.waiting:
-            self.done = dict(zip(self.waiting, _Promote.apply(mesh, *self.waiting.values()), strict=True))
-        return self.done.get(id(parameter))
+        if self.mesh is None:
+            self.mesh = mesh
+            together = _Promote.apply(mesh, *self.members.values())
+            self.promoted = dict(zip(self.members, together, strict=True))
+        return self.promoted[id(tensor)] if mesh == self.mesh else None
 
 
-class PromotionScope:
-    """Forward hooks of a module whose parameters are promoted together, once per forward.
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.buckets: list[_Bucket] = []
 
-    Holds no parameter and no tensor, so that the module can be copied and saved.
-    """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+_open = _Open()
 
-    def enter(self, module: torch.nn.Module, args: Any) -> None:
-        """Forward pre-hook: open the bucket of this call."""
-        parameters = [p for p in module.parameters() if p.requires_grad and type(p) in _PLAIN]
-        _scopes.stack.append(_Bucket(self.mesh, parameters))
 
-    def leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Forward hook, called after errors too: close it."""
-        _scopes.stack.pop()
+def _find_in_buckets(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
+    for bucket in reversed(_open.buckets):
+        found = bucket.find(tensor, mesh)
+        if found is not None:
+            return found
+    return None
+
+
+def open_bucket(module: torch.nn.Module, args: Any) -> None:
+    """Forward pre-hook: the module's parameters that this call promotes are promoted together."""
+    _open.buckets.append(_Bucket(module))
+
+
+def close_bucket(module: torch.nn.Module, args: Any, output: Any) -> None:
+    """Forward hook, also called when the call failed: forget what was promoted for this call."""
+    if _open.buckets and _open.buckets[-1].module is module:
+        _open.buckets.pop()

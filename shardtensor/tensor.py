@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy as copy_module
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,14 +12,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardtensor import boundary, promotion
+from shardtensor import boundary, infer, promotion
 from shardtensor.comm.trace import op_scope
 from shardtensor.comm.trace import running as running_traces
 from shardtensor.errors import LayoutError, OpError
 from shardtensor.fallback import run_replicated
 from shardtensor.promotion import TensorPromotionMode
 from shardtensor.registry import FUNCTIONS, NAMED_FUNCTIONS, RULES
-from shardtensor.spec import DeviceMesh, Layout, Placement, ShardTensorSpec, TensorMeta, replicate
+from shardtensor.spec import Cut, DeviceMesh, Layout, Placement, ShardTensorSpec, TensorMeta, replicate
 
 __all__ = ["ShardTensor", "wrap"]
 
@@ -44,7 +45,8 @@ class ShardTensor(torch.Tensor):
     def __new__(
         cls, local_tensor: torch.Tensor, spec: ShardTensorSpec, *, requires_grad: bool = False
     ) -> ShardTensor:
-        tensor: ShardTensor = _documented_new(cls, local_tensor, spec)
+        block = local_tensor.detach() if local_tensor.requires_grad else local_tensor
+        tensor: ShardTensor = _documented_new(cls, block, spec)
         if requires_grad:
             tensor.requires_grad_()
         return tensor
@@ -84,11 +86,11 @@ class ShardTensor(torch.Tensor):
             LayoutError: the block does not fit what was said of it.
             RankDisagreementError: the ranks' shapes, dtypes or sizes do not go together.
         """
-        mesh = boundary.current_mesh() if device_mesh is None else device_mesh
-        spec = boundary.infer_spec(local_tensor, mesh, placements, sharding_shapes, global_shape)
+        mesh = infer.current_mesh() if device_mesh is None else device_mesh
+        spec = infer.infer_spec(local_tensor, mesh, placements, sharding_shapes, global_shape)
         if local_tensor.device.type != mesh.device_type and not local_tensor.is_meta:
             local_tensor = local_tensor.to(mesh.device_type)
-        result: ShardTensor = boundary.FromLocal.apply(local_tensor, spec)
+        result: ShardTensor = boundary.FromLocal.apply(infer.in_memory_order(local_tensor, spec), spec)
         return result
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -100,7 +102,7 @@ class ShardTensor(torch.Tensor):
         """
         if not (torch.is_grad_enabled() and self.requires_grad):
             return self._local_tensor
-        layout = None if grad_placements is None else boundary.layout_like(self._spec, grad_placements)
+        layout = None if grad_placements is None else infer.layout_like(self._spec, grad_placements)
         result: torch.Tensor = boundary.ToLocal.apply(self, layout)
         return result
 
@@ -137,7 +139,7 @@ class ShardTensor(torch.Tensor):
             placements = self._spec.placements
         if any(placement.is_partial() for placement in placements):
             raise LayoutError("cannot redistribute to Partial: ask for Replicate() or Shard(dim)")
-        return self._with_layout(boundary.layout_like(self._spec, placements, sizes))
+        return self._with_layout(infer.layout_like(self._spec, placements, sizes))
 
     def _with_layout(self, layout: Layout) -> ShardTensor:
         if layout == self._spec.layout:
@@ -152,8 +154,8 @@ class ShardTensor(torch.Tensor):
         return result
 
     def to_dtensor(self) -> DTensor:
-        """The same tensor as a DTensor, differentiable; shards move to the sizes of ``torch.chunk`` where they differ."""
-        even = self._with_layout(boundary.layout_like(self._spec, self._spec.placements, chunked=True))
+        """The same tensor as a DTensor, differentiable; shards of other sizes than ``torch.chunk``'s move to those."""
+        even = self._with_layout(infer.layout_like(self._spec, self._spec.placements, chunked=True))
         result: DTensor = boundary.ToDTensor.apply(even)
         return result
 
@@ -224,14 +226,14 @@ class ShardTensor(torch.Tensor):
         handler = FUNCTIONS.get(func)
         if handler is None and NAMED_FUNCTIONS:
             handler = NAMED_FUNCTIONS.get(str(func))
-        args, kwargs = promotion.promoted(func, args, kwargs)
         if handler is not None:
             return handler(func, types, args, kwargs or {})
+        args, kwargs = promotion.promoted(func, args, kwargs)
         with _function_off():
             return func(*args, **kwargs) if kwargs else func(*args)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch leaves out the class
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         rule = RULES.get(func) or partial(run_replicated, func)
@@ -252,14 +254,17 @@ class ShardTensor(torch.Tensor):
             return found
         if not self.is_leaf:
             raise OpError("only leaf tensors can be deep-copied, as with plain tensors: detach() first")
-        copy = ShardTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=self.requires_grad)
-        if self.grad is not None:
-            copy.grad = self.grad.__deepcopy__(memo)
+        copy = _rebuild(self._local_tensor.detach().clone(), self._spec, self.requires_grad, self._is_parameter())
         memo[id(self)] = copy
+        if self.grad is not None:
+            copy.grad = copy_module.deepcopy(self.grad, memo)
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self._local_tensor.detach(), self._spec, self.requires_grad)
+        return _rebuild, (self._local_tensor.detach(), self._spec, self.requires_grad, self._is_parameter())
+
+    def _is_parameter(self) -> bool:
+        return isinstance(self, torch.nn.Parameter)
 
     def __tensor_flatten__(self) -> tuple[list[str], ShardTensorSpec]:
         return ["_local_tensor"], self._spec
@@ -272,10 +277,16 @@ class ShardTensor(torch.Tensor):
         return ShardTensor(inner["_local_tensor"], ShardTensorSpec(spec.mesh, spec.layout, meta))
 
 
-def _rebuild(local_tensor: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool) -> ShardTensor:
-    return ShardTensor(local_tensor, spec, requires_grad=requires_grad)
+def _rebuild(
+    local_tensor: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool, is_parameter: bool
+) -> ShardTensor:
+    tensor = ShardTensor(local_tensor, spec, requires_grad=requires_grad)
+    if is_parameter:
+        tensor._is_param = True  # how torch marks a Parameter of another class
+    return tensor
 
 
+torch.serialization.add_safe_globals([_rebuild, ShardTensorSpec, TensorMeta, Cut])
 promotion.SETTLED.add(ShardTensor)
 
 
@@ -296,7 +307,7 @@ def _fastest_new() -> Callable[..., ShardTensor]:
     try:
         local, meta = torch.empty(2), TensorMeta(torch.Size([4]), (1,), torch.float32)
         facts: Any = SimpleNamespace(tensor_meta=meta)
-        found: Callable[..., ShardTensor] = torch.Tensor._dtensor__new__  # type: ignore[attr-defined]
+        found: Callable[..., ShardTensor] = torch.Tensor._dtensor__new__
         made = found(ShardTensor, local, facts, requires_grad=False)
         serves = type(made) is ShardTensor and made._local_tensor is local and made._spec is facts
     except (AttributeError, TypeError, RuntimeError):

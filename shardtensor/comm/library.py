@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from shardtensor.comm.trace import record
 from shardtensor.errors import CollectiveError
 
-__all__ = ["LIBRARY", "as_bytes", "defined_op", "exchange", "group_of", "resolve"]
+__all__ = ["LIBRARY", "as_bytes", "defined_op", "exchange", "finished", "group_of", "resolve"]
 
 LIBRARY = torch.library.Library("shardtensor", "DEF")
 
@@ -47,9 +48,14 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_conj().resolve_neg().flatten().view(torch.uint8)
 
 
+def finished(x: torch.Tensor) -> torch.Tensor:
+    """``x`` itself, or what it becomes where it is the promise of a collective of torch's that still runs."""
+    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+
+
 def resolve(group: str) -> tuple[dist.ProcessGroup, int, int]:
     """The process group of that name, this rank's place in it and its size."""
-    found = _resolve_process_group(group)
+    found = _resolve_process_group(group)  # type: ignore[arg-type]
     return found, found.rank(), found.size()
 
 

@@ -14,7 +14,12 @@ __all__ = ["broadcast_value", "broadcast_values", "scatter_blocks"]
 
 
 def scatter_blocks(
-    blocks: dict[int, torch.Tensor] | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device, src: int
+    blocks: dict[int, torch.Tensor] | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    src: int,
+    group: str | None = None,
 ) -> torch.Tensor:
     """Send each rank its block; nothing else travels.
 
@@ -22,19 +27,20 @@ def scatter_blocks(
         blocks: by global rank on the source, None elsewhere.
         shape, dtype, device: of this rank's block.
         src: global rank of the source.
+        group: name of a process group that holds all these ranks; default: the one of all ranks.
     """
-    group = dist.group.WORLD
+    process_group = resolve(group)[0] if group else dist.distributed_c10d._get_default_group()
     rank = dist.get_rank()
     sent = 0
     if blocks is not None:
         mine = blocks[rank].to(device, copy=True, memory_format=torch.contiguous_format)
         out = {peer: block.to(device).contiguous() for peer, block in blocks.items() if peer != rank and block.numel()}
-        ops = [dist.P2POp(dist.isend, as_bytes(block), peer, group) for peer, block in out.items()]
+        ops = [dist.P2POp(dist.isend, as_bytes(block), peer, process_group) for peer, block in out.items()]
         sent = sum(op.tensor.numel() for op in ops)
     else:
         mine = torch.empty(tuple(shape), dtype=dtype, device=device)
-        ops = [dist.P2POp(dist.irecv, as_bytes(mine), src, group)] if mine.numel() else []
-    with exchange("scatter", group, sent):
+        ops = [dist.P2POp(dist.irecv, as_bytes(mine), src, process_group)] if mine.numel() else []
+    with exchange("scatter", process_group, sent):
         for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()
     return mine

@@ -1,4 +1,7 @@
-"""Functions that ask autograd for gradients: they act on the tensor itself, and gradients come in its layout."""
+"""Functions that ask autograd for gradients: they act on the tensor itself, and gradients come in its layout.
+
+Autograd names a tensor's gradient by the tensor object, so none of these may act on a promoted or converted copy.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from shardtensor.boundary import in_layout
+from shardtensor.redistribute import redistribute_local
 from shardtensor.registry import function_rule
 from shardtensor.spec import ShardTensorSpec
 from shardtensor.tensor import ShardTensor
@@ -18,8 +23,8 @@ _off = torch._C.DisableTorchFunctionSubclass
 
 
 def like_primal(grad: Any, spec: ShardTensorSpec) -> Any:
-    """A gradient in the layout of its tensor, pending reductions done."""
-    return grad._with_layout(spec.resolved_layout) if isinstance(grad, ShardTensor) else grad
+    """A gradient in the layout of its tensor, pending reductions done; a plain one is the same on every rank."""
+    return grad if grad is None else in_layout(grad, spec, spec.resolved_layout)
 
 
 def _guard_leaf(tensor: Any) -> None:
@@ -42,6 +47,17 @@ def set_requires_grad(self: torch.Tensor, value: bool) -> None:
     with _off():
         self.requires_grad = value
         _guard_leaf(self)
+
+
+@function_rule(torch.Tensor.backward)
+def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    if isinstance(self, ShardTensor) and self._spec.partial_axes:
+        # All ranks are here, which they may not be when one of them prints the loss: finish its sum now.
+        layout = self._spec.resolved_layout
+        self._local_tensor = redistribute_local(self._local_tensor, self._spec, layout)
+        self._spec = self._spec.with_layout(layout)
+    with _off():
+        torch.Tensor.backward(self, *args, **kwargs)
 
 
 @function_rule(torch.Tensor.retain_grad)
