@@ -40,8 +40,3 @@ def shape_of(box: Box) -> tuple[int, ...]:
 def slices(box: Box) -> tuple[slice | EllipsisType, ...]:
     """A box as the index of a numpy array; the trailing ellipsis makes it give an array for no dims, too."""
     return (*(span.slice() for span in box), ...)
-
-
-def shift(box: Box, by: Sequence[int]) -> Box:
-    """A box moved by one number per dimension."""
-    return tuple(Span(span.start + step, span.stop + step) for span, step in zip(box, by, strict=True))

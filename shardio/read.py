@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -18,10 +18,12 @@ from typing import Any, Literal, Self, overload
 import numpy as np
 import torch
 
-from shardio.box import Box, Span, shape_of, shift, slices
+from shardio.box import Span, shape_of, slices
+from shardio.decode import Decode
 from shardio.errors import CorruptChunkError, DimensionError, ShardIOError
-from shardio.plan import ChunkPart, Index, Plan, RankPlan
+from shardio.plan import Index, Plan, RankPlan, Run
 from shardio.source import Source
+from shardio.tasks import Task, cut
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -79,15 +81,16 @@ class OwnReader:
 
     threads: int | None = None
     stats: ReadStats = field(default_factory=ReadStats)
+    _threads: int = field(default=1, init=False, repr=False)
     _pool: ThreadPoolExecutor | None = field(default=None, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        threads = usable_cores() if self.threads is None else self.threads
-        if threads < 1:
-            raise ValueError(f"threads={threads}; at least 1 is needed")
-        if threads > 1:
-            self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardio-read")
+        self._threads = usable_cores() if self.threads is None else self.threads
+        if self._threads < 1:
+            raise ValueError(f"threads={self._threads}; at least 1 is needed")
+        if self._threads > 1:
+            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="shardio-read")
 
     def __enter__(self) -> Self:
         return self
@@ -106,12 +109,13 @@ class OwnReader:
         Raises the first error of any chunk (MissingChunkError, CorruptChunkError, DecodeError) once no thread writes
         to the buffers any more.
         """
-        tasks = [(request, part) for request in requests for part in _tasks(request)]
+        wanted = math.ceil(self._threads / max(1, len(requests)))
+        tasks = [(request, task) for request in requests for task in cut(request.plan, wanted)]
         if self._pool is None or len(tasks) <= 1:
-            for request, part in tasks:
-                self._fetch(request, part)
+            for request, task in tasks:
+                self._fetch(request, task)
             return
-        futures = [self._pool.submit(self._fetch, request, part) for request, part in tasks]
+        futures = [self._pool.submit(self._fetch, request, task) for request, task in tasks]
         _, pending = wait(futures, return_when=FIRST_EXCEPTION)
         for future in pending:
             future.cancel()
@@ -120,26 +124,30 @@ class OwnReader:
             if not future.cancelled():
                 future.result()
 
-    def _fetch(self, request: Request, part: ChunkPart) -> None:
-        source = request.source
-        box = tuple(Span(min(r.source for r in runs), max(r.source + r.size for r in runs)) for runs in part.runs)
+    def _fetch(self, request: Request, task: Task) -> None:
+        source, box = request.source, task.box
+        direct = _direct(request, task)
+        stored = np.empty(shape_of(box), dtype=source.dtype) if direct is None else direct
         try:
-            stored = np.empty(shape_of(box), dtype=source.dtype)
             source.read_into(box, stored)
         except ShardIOError:
             raise
-        except Exception as error:
+        except Exception as error:  # codecs and file libraries raise errors of many kinds
+            if task.chunks > 1:  # find the one that it is
+                for single in task.single_chunks():
+                    self._fetch(request, single)
+                return
             raise CorruptChunkError(
-                f"chunk {part.chunk} of {source.name!r} (rows {[tuple(span) for span in box]}) cannot be read: "
+                f"{task} of {source.name!r} (rows {[tuple(span) for span in box]}) cannot be read: "
                 f"{type(error).__name__}: {error}; check or rewrite that chunk"
             ) from error
-        _deliver(request, part, box, stored)
+        if direct is None:
+            _deliver(request, task, stored)
+        fetched = task.elements if source.partial else task.chunks * math.prod(source.chunks)
         with self._lock:
-            self.stats.chunks += 1
-            self.stats.bytes_needed += _needed(part) * source.dtype.itemsize
-            self.stats.bytes_fetched += source.dtype.itemsize * (
-                _needed(part) if source.partial else math.prod(source.chunks)
-            )
+            self.stats.chunks += task.chunks
+            self.stats.bytes_needed += task.elements * source.dtype.itemsize
+            self.stats.bytes_fetched += fetched * source.dtype.itemsize
 
     @overload
     def read(
@@ -228,28 +236,33 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
-def _tasks(request: Request) -> Iterator[ChunkPart]:
-    """The plan's chunks; where any box can be read alone, its runs one by one instead."""
-    for part in request.plan.parts():
-        if not request.source.partial:
-            yield part
-            continue
-        for runs in itertools.product(*part.runs):
-            yield ChunkPart(part.chunk, tuple((run,) for run in runs))
+def _direct(request: Request, task: Task) -> Array | None:
+    """Where the stored values can be read straight to; None if they must be decoded or are scattered."""
+    source, out = request.source, request.out
+    if source.decode != Decode() or request.valid is not None or out.dtype == torch.bfloat16:
+        return None
+    if any(len(runs) != 1 for runs in task.runs) or out.numpy().dtype != source.dtype:
+        return None
+    return out.numpy().reshape(request.plan.shape)[slices(tuple(_dest(runs[0]) for runs in task.runs))]
 
 
-def _needed(part: ChunkPart) -> int:
-    """Elements that a chunk gives to the buffer."""
-    return math.prod(sum(run.size for run in runs) for runs in part.runs)
+def _dest(run: Run) -> Span:
+    return Span(run.dest, run.dest + run.size)
 
 
-def _deliver(request: Request, part: ChunkPart, box: Box, stored: Array) -> None:
-    """Decode the parts of a chunk into the request's buffers."""
-    shape = request.plan.shape
-    out = request.out.numpy().reshape(shape)
+def _deliver(request: Request, task: Task, stored: Array) -> None:
+    """Decode what a task has read into the request's buffers."""
+    shape, box = request.plan.shape, task.box
+    out = request.out.view(shape)
     valid = None if request.valid is None else request.valid.numpy().reshape(shape)
-    first = [-span.start for span in box]
-    for runs in itertools.product(*part.runs):
-        source = shift(tuple(Span(run.source, run.source + run.size) for run in runs), first)
-        dest = slices(tuple(Span(run.dest, run.dest + run.size) for run in runs))
-        request.source.decode.apply(stored[slices(source)], out[dest], None if valid is None else valid[dest])
+    for runs in itertools.product(*task.runs):
+        source = tuple(Span(r.source - s.start, r.source - s.start + r.size) for r, s in zip(runs, box, strict=True))
+        dest = slices(tuple(map(_dest, runs)))
+        values = stored[slices(source)]
+        mask = None if valid is None else valid[dest]
+        if out.dtype == torch.bfloat16:  # unknown to numpy
+            decoded = np.empty(values.shape, np.float32)
+            request.source.decode.apply(values, decoded, mask)
+            out[dest] = torch.from_numpy(decoded)
+        else:
+            request.source.decode.apply(values, out.numpy()[dest], mask)
