@@ -108,6 +108,4 @@ def _write_back(tensor: Any, whole: torch.Tensor) -> None:
 
 
 def _replicated(local: torch.Tensor, mesh: DeviceMesh) -> Any:
-    return sharded.wrap(
-        local, ShardTensorSpec.of(mesh, replicate(mesh.ndim), local.shape, local.dtype, local.stride())
-    )
+    return sharded.wrap(local, ShardTensorSpec.of(mesh, replicate(mesh.ndim), local.shape, local.dtype, local.stride()))

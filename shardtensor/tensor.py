@@ -42,9 +42,7 @@ class ShardTensor(torch.Tensor):
     __slots__ = ("_local_tensor", "_spec")
 
     @staticmethod
-    def __new__(
-        cls, local_tensor: torch.Tensor, spec: ShardTensorSpec, *, requires_grad: bool = False
-    ) -> ShardTensor:
+    def __new__(cls, local_tensor: torch.Tensor, spec: ShardTensorSpec, *, requires_grad: bool = False) -> ShardTensor:
         block = local_tensor.detach() if local_tensor.requires_grad else local_tensor
         tensor: ShardTensor = _documented_new(cls, block, spec)
         if requires_grad:
@@ -277,9 +275,7 @@ class ShardTensor(torch.Tensor):
         return ShardTensor(inner["_local_tensor"], ShardTensorSpec(spec.mesh, spec.layout, meta))
 
 
-def _rebuild(
-    local_tensor: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool, is_parameter: bool
-) -> ShardTensor:
+def _rebuild(local_tensor: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool, is_parameter: bool) -> ShardTensor:
     tensor = ShardTensor(local_tensor, spec, requires_grad=requires_grad)
     if is_parameter:
         tensor._is_param = True  # how torch marks a Parameter of another class

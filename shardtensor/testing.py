@@ -1,28 +1,19 @@
 """Test sharded code against one process: ranks that stay up, and `assert_same_as_plain`.
 
-    def test_conv(ranks):                       # the fixture of shardtensor's pytest plugin
-        ranks.same_as_plain(nn.Conv2d(3, 8, 3, padding=1), torch.randn(2, 3, 16, 9), dim=2, sizes=(5, 6, 5))
+def test_conv(ranks):  # the fixture of the pytest plugin
+    ranks.same_as_plain(nn.Conv2d(3, 8, 3, padding=1), torch.randn(2, 3, 16, 9), dim=2, sizes=(5, 6, 5))
 """
 
 from __future__ import annotations
 
 import copy
-import faulthandler
-import multiprocessing as mp
-import socket
-import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from shardtensor.errors import ShardTensorError
+from shardtensor.ranks import RankError, RankPool
 from shardtensor.redistribute import redistribute_local
 from shardtensor.spec import Cut, DeviceMesh, Layout, Replicate, ShardTensorSpec, even_sizes, replicate
 from shardtensor.tensor import ShardTensor, wrap
@@ -69,7 +60,8 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str, rtol: f
     scale = expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0
     error = torch.where(same, 0.0, (found - expected).abs().double()).max().item()
     limit = TOLERANCE.get(expected.dtype, TOLERANCE[torch.float32]) if rtol is None else rtol
-    assert error <= limit * max(scale, 1e-30), f"{what}: off by {error:.3e}, {error / max(scale, 1e-30):.3e} of the largest value {scale:.3e}; allowed {limit:.0e}"
+    relative = error / max(scale, 1e-30)
+    assert relative <= limit, f"{what}: off by {relative:.3e} of the largest value, {scale:.3e}; allowed {limit:.0e}"
 
 
 def assert_spec_matches_block(tensor: torch.Tensor, what: str) -> None:
@@ -154,9 +146,8 @@ def _leaf(value: Any, gradients: bool) -> Any:
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    return [item for part in value for item in _tensors(part)] if isinstance(value, list | tuple | type({}.values())) else []
+    parts = list(value.values()) if isinstance(value, dict) else value
+    return [item for part in parts for item in _tensors(part)] if isinstance(parts, list | tuple) else []
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -172,7 +163,7 @@ def _backward(outputs: list[torch.Tensor]) -> None:
         if output.requires_grad:
             total.append((output * cotangent).sum())
     if total:
-        sum(total[1:], total[0]).backward()  # type: ignore[no-untyped-call]
+        sum(total[1:], total[0]).backward()
 
 
 def _same_grad(mine: torch.Tensor, right: torch.Tensor, what: str, rtol: float | None) -> None:
@@ -186,49 +177,8 @@ def _same_grad(mine: torch.Tensor, right: torch.Tensor, what: str, rtol: float |
     assert_close(_whole(mine.grad), right.grad, what, rtol)
 
 
-class RankError(ShardTensorError, RuntimeError):
-    """A function run on the ranks raised; the message has every rank's traceback."""
-
-
-class Ranks:
-    """Processes that stay up and run functions together: gloo on CPU, one thread each.
-
-    Args:
-        world: number of processes; meshes of fewer ranks use the first ones.
-        timeout: seconds after which a collective fails, and a call that has not answered counts as hung.
-    """
-
-    MESHES = ((1,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1), (1, 3))
-
-    def __init__(self, world: int = 4, timeout: float = 60.0) -> None:
-        self.world, self.timeout = world, timeout
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
-
-    def run(self, function: Callable[..., Any], *args: Any, mesh: tuple[int, ...] = (2,)) -> list[Any]:
-        """Call ``function(mesh, *args)`` on every rank of a mesh of that shape; returns the results by rank.
-
-        Function and arguments travel by value (cloudpickle): closures and lambdas are fine.
-
-        Raises:
-            RankError: a rank raised or did not answer in time; the ranks are then started anew.
-        """
-        import cloudpickle  # in the extra "test"
-
-        self._start()
-        members = range(torch.Size(mesh).numel())
-        module = sys.modules.get(getattr(function, "__module__", None) or "")
-        by_value = module is not None and module.__name__.partition(".")[0] not in ("torch", "shardtensor", "shardio", "shardsets")
-        if by_value and module is not None:
-            cloudpickle.register_pickle_by_value(module)
-        try:
-            job = cloudpickle.dumps((function, args))
-        finally:
-            if by_value and module is not None:
-                cloudpickle.unregister_pickle_by_value(module)
-        for rank in members:
-            self._pipes[rank].send((mesh, job))
-        return self._collect(list(members))
+class Ranks(RankPool):
+    """Processes that stay up, run functions together and compare with one process; see `RankPool`."""
 
     def same_as_plain(
         self,
@@ -246,102 +196,17 @@ class Ranks:
         ``(dim, sizes)`` for a 1-D mesh, or a dict by mesh axis. The mesh follows from the sizes, or is given.
         """
         if cuts is None:
-            assert dim is not None and sizes is not None, "give dim and sizes, or cuts"
+            if dim is None or sizes is None:
+                raise ValueError("same_as_plain needs dim and sizes, or cuts")
             cuts = [(dim, tuple(sizes)) if isinstance(value, torch.Tensor) else None for value in inputs]
         by_axis = [{0: cut} if isinstance(cut, tuple) else cut for cut in cuts]
         if mesh is None:
             mesh = (next(len(cut[0][1]) for cut in by_axis if cut is not None),)
         self.run(_same_on_rank, function, inputs, by_axis, options, mesh=mesh)
 
-    def close(self) -> None:
-        """End the processes."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(2)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._processes, self._pipes = [], []
-
-    def _start(self) -> None:
-        if self._processes and all(process.is_alive() for process in self._processes):
-            return
-        self.close()
-        context = _context()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        for rank in range(self.world):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, self.world, port, self.timeout), daemon=True)
-            process.start()
-            there.close()
-            self._processes.append(process)
-            self._pipes.append(here)
-        self._collect(list(range(self.world)))
-
-    def _collect(self, members: list[int]) -> list[Any]:
-        deadline = time.monotonic() + 2 * self.timeout
-        results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
-        for rank in members:
-            pipe = self._pipes[rank]
-            if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                failures[rank] = "no answer in time: hung, or waiting for a rank that failed"
-                continue
-            try:
-                fine, answer = pipe.recv()
-            except EOFError:
-                failures[rank] = "the process died"
-                continue
-            (results if fine else failures)[rank] = answer
-        if failures:
-            self.close()
-            raise RankError("\n".join(f"--- rank {rank}:\n{text}" for rank, text in failures.items()))
-        return [results[rank] for rank in members]
-
-
-def _context() -> Any:
-    """How ranks start: where there is a fork server, it imports torch once, in a process without threads, for all."""
-    if "forkserver" not in mp.get_all_start_methods():
-        return mp.get_context("spawn")
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["shardtensor.testing"])
-    return context
-
 
 def _same_on_rank(mesh: DeviceMesh, function: Any, inputs: Any, cuts: Any, options: dict[str, Any]) -> None:
     assert_same_as_plain(function, inputs, mesh, cuts, **options)
-
-
-def _serve(pipe: Connection, rank: int, world: int, port: int, timeout: float) -> None:
-    """One rank: join the others, then run what comes through the pipe until it closes."""
-    import cloudpickle
-
-    faulthandler.enable()
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=timeout))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
-    meshes = {}
-    for shape in Ranks.MESHES:
-        count = torch.Size(shape).numel()
-        if count <= world:
-            names = ("domain",) if len(shape) == 1 else ("data", "domain")
-            meshes[shape] = DeviceMesh("cpu", torch.arange(count).view(shape), mesh_dim_names=names)
-    pipe.send((True, None))
-    while True:
-        try:
-            shape, job = pipe.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            function, args = cloudpickle.loads(job)
-            torch.manual_seed(0)
-            answer = (True, function(meshes[shape], *args))
-        except BaseException:
-            answer = (False, traceback.format_exc())
-        pipe.send(answer)
 
 
 def uneven(length: int, parts: int) -> tuple[int, ...]:
@@ -350,5 +215,3 @@ def uneven(length: int, parts: int) -> tuple[int, ...]:
     if parts > 1 and sizes[-1] > 1:
         sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
     return tuple(sizes)
-
-

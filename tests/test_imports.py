@@ -15,7 +15,7 @@ PACKAGES = {
 }
 LAYERS = list(PACKAGES)  # lowest first: each may import itself and those before it
 RUNTIME_LAYERS = ["errors", "spec", "comm", "rules"]  # of shardtensor, lowest first
-COMMUNICATES = {"comm", "distribute", "testing"}  # modules of shardtensor that may use all of torch.distributed
+COMMUNICATES = {"comm", "distribute", "ranks"}  # modules of shardtensor that may use all of torch.distributed
 KNOWS_ITS_TYPES = {"spec", "tensor", "boundary", "infer", "promotion"}  # may use these parts: meshes, placements, DTensor
 TYPES = ("torch.distributed.device_mesh", "torch.distributed.tensor")
 
