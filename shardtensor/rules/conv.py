@@ -17,7 +17,7 @@ from shardtensor.rules.windows import (
     cut_dims,
     fetch_windows,
     meta_like,
-    out_layout,
+    out_spec,
     return_windows,
     slidable_layout,
 )
@@ -84,8 +84,8 @@ def _plan(spec: ShardTensorSpec, geometry: _Geometry) -> _Plan:
     reaches, trims = [], []
     for axis, cut in cut_dims(input, 2):
         place = cut.dim - 2
-        row = (geometry.weight[cut.dim], geometry.stride[place], geometry.padding[place], geometry.dilation[place])
         length = out.shape[cut.dim]
+        row = (geometry.weight[cut.dim], geometry.stride[place], geometry.padding[place], geometry.dilation[place])
         if geometry.transposed:
             out_sizes, windows, starts = spread(cut.sizes, length, *row)
             rank = input.coordinate[axis]
@@ -94,10 +94,9 @@ def _plan(spec: ShardTensorSpec, geometry: _Geometry) -> _Plan:
         else:
             out_sizes, windows = slide(cut.sizes, length, *row)
             reaches.append(Reach(axis, cut.dim, cut.sizes, windows, out_sizes))
-    layout = out_layout(input.layout, reaches, out.shape)
-    out_spec = ShardTensorSpec.of(spec.mesh, layout, out.shape, spec.dtype, out.stride())
-    summed = tuple(Partial("sum") if isinstance(entry, Cut) else Replicate() for entry in layout)
-    return _Plan(WindowPlan(input, out_spec, tuple(reaches)), geometry.local(reaches), tuple(trims), summed)
+    windows_plan = WindowPlan(input, out_spec(input, reaches, out), tuple(reaches))
+    summed = tuple(Partial("sum") if isinstance(entry, Cut) else Replicate() for entry in input.layout)
+    return _Plan(windows_plan, geometry.local(reaches), tuple(trims), summed)
 
 
 @rule(aten.convolution.default)

@@ -1,4 +1,4 @@
-"""Which outputs a rank computes and which input rows it reads for them, where an op slides along a cut dim: integers only.
+"""Which outputs a rank computes and which input rows it reads, where an op slides along a cut dim: integers only.
 
 All ranks derive the extents of all ranks, so an output's layout needs no communication. A rank owns an output if the
 centre of what it reads lies in the rank's rows: "same" convolutions keep the sizes, and shards need not start at a

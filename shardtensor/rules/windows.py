@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
 
 from shardtensor import comm
+from shardtensor.registry import rule
 from shardtensor.rules.stencil import Reach
 from shardtensor.spec import (
     AxisLayout,
     Cut,
-    DeviceMesh,
     Layout,
     Replicate,
     ShardTensorSpec,
@@ -22,7 +22,18 @@ from shardtensor.spec import (
     mesh_sizes,
 )
 
-__all__ = ["WindowPlan", "fetch_windows", "format_of", "meta_like", "return_windows", "slidable_layout"]
+__all__ = [
+    "WindowPlan",
+    "cut_dims",
+    "enter_by_dims",
+    "fetch_windows",
+    "format_of",
+    "meta_like",
+    "out_spec",
+    "per_dim",
+    "return_windows",
+    "slidable_layout",
+]
 
 _REPLICATE = Replicate()
 
@@ -35,18 +46,22 @@ class WindowPlan:
         input: the input's spec, cut only where the op can slide or run along.
         out: the output's spec.
         reaches: the cut dims that the op slides over, in the order in which they are fetched.
+        reduced: cut dims that are brought to the output's rows by another step before the kernel runs.
     """
 
     input: ShardTensorSpec
     out: ShardTensorSpec
     reaches: tuple[Reach, ...]
+    reduced: tuple[Reach, ...] = ()
 
     @cached_property
     def window_shape(self) -> torch.Size:
-        """Shape of this rank's window."""
+        """Shape of what this rank's kernel runs on."""
         shape = list(self.input.local_shape)
+        for reach in self.reduced:
+            shape[reach.dim] = reach.out_sizes[self.coordinate[reach.axis]]
         for reach in self.reaches:
-            start, stop = reach.windows[self.input.coordinate[reach.axis]]
+            start, stop = reach.windows[self.coordinate[reach.axis]]
             shape[reach.dim] = stop - start
         return torch.Size(shape)
 
@@ -54,6 +69,11 @@ class WindowPlan:
     def makes_nothing(self) -> bool:
         """Whether this rank has no output: kernels are not called then, exchanges are still joined."""
         return 0 in self.out.local_shape or 0 in self.window_shape
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """This rank's place on every mesh axis."""
+        return self.input.coordinate
 
     @cached_property
     def input_format(self) -> torch.memory_format:
@@ -76,7 +96,7 @@ class WindowPlan:
         """Global row at which this rank's window starts, for every dim from ``first_dim`` on."""
         starts = [0] * (self.input.ndim - first_dim)
         for reach in self.reaches:
-            starts[reach.dim - first_dim] = reach.windows[self.input.coordinate[reach.axis]][0]
+            starts[reach.dim - first_dim] = reach.windows[self.coordinate[reach.axis]][0]
         return starts
 
 
@@ -104,19 +124,22 @@ def cut_dims(spec: ShardTensorSpec, first_dim: int) -> list[tuple[int, Cut]]:
     return [(axis, cut) for axis, cut in spec.cuts if cut.dim >= first_dim and ranks[axis] > 1]
 
 
-def out_layout(layout: Layout, reaches: Sequence[Reach], shape: Sequence[int]) -> Layout:
-    """The layout of an output of ``shape``: dims slid over take the output's sizes, other cuts stay."""
-    entries = list(layout)
-    for axis, entry in enumerate(entries):
-        if isinstance(entry, Cut) and len(entry.sizes) == 1:
-            entries[axis] = Cut(entry.dim, (shape[entry.dim],)) if entry.outer == 1 else entry
+def out_spec(input: ShardTensorSpec, reaches: Sequence[Reach], out: torch.Tensor) -> ShardTensorSpec:
+    """The spec of an output shaped as ``out``: dims slid over take the output's sizes, other cuts stay.
+
+    A cut by a mesh axis of one rank has no reach; it follows the shape.
+    """
+    layout = list(input.layout)
+    for axis, entry in enumerate(layout):
+        if isinstance(entry, Cut) and len(entry.sizes) == 1 and entry.outer == 1:
+            layout[axis] = Cut(entry.dim, (out.shape[entry.dim],))
     for reach in reaches:
-        entries[reach.axis] = Cut(reach.dim, reach.out_sizes)
-    return tuple(entries)
+        layout[reach.axis] = Cut(reach.dim, reach.out_sizes)
+    return ShardTensorSpec.of(input.mesh, tuple(layout), out.shape, input.dtype, out.stride())
 
 
 def meta_like(spec: ShardTensorSpec) -> torch.Tensor:
-    """A tensor without data like the whole one: the plain op on it gives the output's shape and format, or its error."""
+    """A tensor without data like the whole one: the plain op on it gives the output's shape and format, or raises."""
     meta = spec.tensor_meta
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
 
@@ -165,6 +188,14 @@ def _exchange(step: Any, block: torch.Tensor, reach: Reach, plan: WindowPlan, **
     return result
 
 
-def replicated_spec(mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype) -> ShardTensorSpec:
-    """A row-major tensor that every rank holds whole."""
-    return ShardTensorSpec.of(mesh, (_REPLICATE,) * mesh.ndim, shape, dtype)
+def per_dim(dims: int, *arguments: Sequence[int]) -> list[tuple[int, ...]]:
+    """Arguments of an op over ``dims`` dims, one number a dim: a single one stands for all."""
+    return [tuple(value) * dims if len(value) == 1 else tuple(value) for value in arguments]
+
+
+def enter_by_dims(ops: dict[int, torch._ops.OpOverload], function: Callable[..., Any]) -> None:
+    """Enter one function, its first argument the number of spatial dims, as the rule of an op in 1, 2 and 3 dims."""
+    for dims, op in ops.items():
+        entry = partial(function, dims)
+        entry.__module__ = function.__module__
+        rule(op)(entry)
