@@ -6,6 +6,7 @@ rank marks is told to all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,8 +14,10 @@ import torch
 
 from shardtensor import comm
 from shardtensor.registry import rule
+from shardtensor.rules.join import cat
 from shardtensor.rules.layouts import local_in, mesh_of, operand_layout, spec_of, whole
 from shardtensor.rules.memory import remember
+from shardtensor.rules.view import reshaped
 from shardtensor.rules.writing import write_back
 from shardtensor.spec import (
     AxisLayout,
@@ -170,3 +173,13 @@ def nonzero(self: ShardTensor) -> ShardTensor:
     counts = _counts(local, places.shape[0], plan.axis, spec.mesh)
     layout = tuple(Cut(0, counts) if axis == plan.axis else entry for axis, entry in enumerate(plan.source))
     return wrap(places, ShardTensorSpec.of(spec.mesh, layout, (sum(counts), spec.ndim), places.dtype))
+
+
+@rule(aten.masked_scatter_backward.default)
+def masked_scatter_backward(grad_output: torch.Tensor, mask: torch.Tensor, sizes: Sequence[int]) -> ShardTensor:
+    """The source's gradient: the marked elements' in order, zeros for what was not needed."""
+    taken = masked_select(grad_output, mask)
+    spec = taken._spec
+    missing = torch.Size(sizes).numel() - spec.shape[0]
+    zeros = taken._local_tensor.new_zeros(missing)
+    return reshaped(cat([taken, zeros], 0), sizes) if missing else reshaped(taken, sizes)
