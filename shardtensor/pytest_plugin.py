@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from shardtensor.testing import Ranks
+from shardtensor.testing import Ranks
 
 __all__ = ["ranks"]
 
@@ -16,8 +14,6 @@ __all__ = ["ranks"]
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Four ranks on CPU (gloo); see `shardtensor.testing.Ranks`."""
-    from shardtensor.testing import Ranks  # here, so that tests which need no ranks do not wait for torch
-
     pool = Ranks()
     yield pool
     pool.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -133,14 +133,21 @@ class ShardTensorSpec:
     tensor_meta: TensorMeta
 
     def __post_init__(self) -> None:
-        shape = self.tensor_meta.shape
+        shape, ranks = self.tensor_meta.shape, mesh_sizes(self.mesh)
+        if len(self.layout) != len(ranks):
+            raise LayoutError(f"a layout of {len(self.layout)} entries {self.layout} for a mesh with {len(ranks)} axes")
         for axis, entry in enumerate(self.layout):
-            if type(entry) is Cut and (entry.dim >= len(shape) or entry.length != shape[entry.dim]):
-                raise LayoutError(self._misfit(axis, entry))
+            if type(entry) is not Cut:
+                continue
+            fits = 0 <= entry.dim < len(shape) and entry.length == shape[entry.dim]
+            if not fits or len(entry.sizes) != ranks[axis] or min(entry.sizes) < 0:
+                raise LayoutError(self._misfit(axis, entry, ranks[axis]))
 
-    def _misfit(self, axis: int, cut: Cut) -> str:
+    def _misfit(self, axis: int, cut: Cut, ranks: int) -> str:
         shape = tuple(self.tensor_meta.shape)
-        if cut.dim >= len(shape):
+        if len(cut.sizes) != ranks or min(cut.sizes) < 0:
+            return f"sizes {cut.sizes} for mesh axis {axis} of {ranks} ranks: give one size >= 0 per rank"
+        if not 0 <= cut.dim < len(shape):
             return f"mesh axis {axis} cuts dim {cut.dim}, but the tensor {shape} has {len(shape)} dims"
         times = f" x {cut.outer}" if cut.outer > 1 else ""
         return (
@@ -206,7 +213,7 @@ class ShardTensorSpec:
         shape = list(self.tensor_meta.shape)
         for axis, cut in self.cuts:
             total = sum(cut.sizes)
-            shape[cut.dim] = shape[cut.dim] // total * cut.sizes[coordinate[axis]] if total else 0
+            shape[cut.dim] = shape[cut.dim] * cut.sizes[coordinate[axis]] // total if total else 0
         return torch.Size(shape)
 
     def axis_of(self, dim: int) -> int | None:
@@ -279,7 +286,7 @@ class ShardTensorSpec:
 
     def with_layout(self, layout: Layout) -> ShardTensorSpec:
         """The same tensor, laid out otherwise."""
-        return replace(self, layout=layout)
+        return ShardTensorSpec(self.mesh, layout, self.tensor_meta)
 
     def with_dtype(self, dtype: torch.dtype) -> ShardTensorSpec:
         """The same layout for another dtype."""
