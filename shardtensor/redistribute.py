@@ -35,7 +35,8 @@ def redistribute_local(local: torch.Tensor, spec: ShardTensorSpec, layout: Layou
     spec.with_layout(layout)  # checks that the layout fits
     # First everything that must become whole, so that no dim is cut twice on the way; then the new cuts.
     for axis, (have, want) in enumerate(zip(spec.layout, layout, strict=True)):
-        if have != want and (isinstance(want, Replicate) or _must_pass_whole(spec, layout, axis)):
+        changes = have != want and not isinstance(have, Replicate)
+        if changes and (isinstance(want, Replicate) or _must_pass_whole(spec, layout, axis)):
             local, spec = _step(local, spec, axis, _REPLICATE)
     for axis in _cut_order(layout):
         if spec.layout[axis] != layout[axis]:
