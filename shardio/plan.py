@@ -204,11 +204,17 @@ class Plan:
         return self.bytes_fetched / self.bytes_needed if self.bytes_needed else 1.0
 
     def rows(self) -> list[dict[str, str]]:
-        """A table of the plan: one row per rank, column -> text."""
+        """A table of the plan: one row per rank, column -> text; dims that all ranks read whole are left out."""
+        shown = {
+            at
+            for plan in self.ranks
+            for at, dim in enumerate(plan.dims)
+            if dim.dim in self.partition.dims or dim.halo != (0, 0)
+        }
         return [
             {
                 "rank": str(plan.rank),
-                **{dim.dim: _describe(dim) for dim in plan.dims},
+                **{plan.dims[at].dim: _describe(plan.dims[at]) for at in sorted(shown)},
                 "chunks": str(plan.chunk_count),
                 "needed": f"{plan.bytes_needed / 1e6:.3f} MB",
                 "fetched": f"{plan.bytes_fetched / 1e6:.3f} MB",

@@ -26,7 +26,7 @@ from shardio.location import is_url, local_path
 from shardio.source import Format, Missing, Source, Store
 
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
-"""File names whose absence is ordinary; every other absent key is a chunk."""
+"""Names of the files that describe arrays and groups; every other key is a chunk."""
 CACHED_INDEXES = 1024
 """Shard indexes kept by each opened store (16 bytes per inner chunk each)."""
 EMPTY = np.uint64(2**64 - 1)
@@ -34,47 +34,45 @@ EMPTY = np.uint64(2**64 - 1)
 
 
 class CheckedStore(WrapperStore[ZarrStore]):
-    """A store in which an absent chunk can be an error, and which keeps the indexes of shards it has read.
+    """A store that remembers which chunks were absent, and the indexes of shards it has read.
+
+    It raises nothing itself: zarr would leave its other reads of the same call running behind the error.
 
     Attributes:
-        lenient: paths of arrays whose absent chunks read as fill value; None for all.
+        absent: keys of chunks that were asked for and not found.
     """
 
-    def __init__(self, store: ZarrStore, lenient: set[str] | None = None) -> None:
+    def __init__(self, store: ZarrStore) -> None:
         super().__init__(store)
-        self.lenient = lenient
+        self.absent: set[str] = set()
         self._indexes: dict[tuple[str, int], Buffer] = {}
         self._lock = threading.Lock()
 
     def _with_store(self, store: ZarrStore) -> Self:
-        return type(self)(store, self.lenient)
+        return type(self)(store)
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """As the wrapped store's; raises MissingChunkError where a chunk is absent and its array is not lenient."""
+        """As the wrapped store's."""
         index = (key, byte_range.suffix) if isinstance(byte_range, SuffixByteRequest) else None
         if index is not None and index in self._indexes:
             return self._indexes[index]
         found = await self._store.get(key, prototype, byte_range)
-        if found is None:
-            self._check_absent(key)
-        elif index is not None:
-            with self._lock:
-                if len(self._indexes) >= CACHED_INDEXES:
-                    self._indexes.pop(next(iter(self._indexes)))
-                self._indexes[index] = found
+        with self._lock:
+            if found is None:
+                self.absent.add(key)
+            else:
+                self.absent.discard(key)
+                if index is not None:
+                    self._indexes[index] = found
+            if len(self._indexes) > CACHED_INDEXES:
+                self._indexes.pop(next(iter(self._indexes)))
         return found
 
-    def _check_absent(self, key: str) -> None:
-        if self.lenient is None or key.rsplit("/", 1)[-1] in METADATA:
-            return
-        if not any(path == "" or key.startswith(f"{path}/") for path in self.lenient):
-            raise missing_chunk(key, str(self._store))
 
-
-def missing_chunk(key: str, url: str) -> MissingChunkError:
+def missing_chunk(chunk: str, url: str) -> MissingChunkError:
     """The error for an absent chunk."""
     return MissingChunkError(
-        f"chunk {key!r} is not in {url}: it was lost, or never written because it held nothing but fill values; "
+        f"chunk {chunk} is not in {url}: it was lost, or never written because it held nothing but fill values; "
         f"restore it, or open the store with open_store(..., missing='fill') to read the array's fill value there"
     )
 
@@ -92,7 +90,7 @@ def fill_value_of_xarray(stored: Any) -> Any:
 class ZarrSource(Source):
     """One Zarr array."""
 
-    def __init__(self, name: str, array: zarr.Array[Any], strict: bool) -> None:
+    def __init__(self, name: str, array: zarr.Array[Any], url: str, strict: bool) -> None:
         attrs = dict(array.attrs.asdict())
         named: Any = attrs.pop("_ARRAY_DIMENSIONS", None) or getattr(array.metadata, "dimension_names", None)
         names = list(named or [None] * array.ndim)
@@ -107,7 +105,9 @@ class ZarrSource(Source):
             attrs=attrs,
         )
         self._array = array
-        self._strict = strict
+        self._url = url
+        # One element that equals the fill value is ordinarily left unwritten (the time 0, a crs); it cannot mislead.
+        self._strict = strict and not (array.ndim <= 1 and math.prod(array.chunks) == 1)
 
     def read_into(self, box: Box, out: np.ndarray[Any, Any]) -> None:
         """See Source.read_into."""
@@ -119,21 +119,29 @@ class ZarrSource(Source):
             self._array.get_basic_selection(slices(box), out=NDBuffer.from_numpy_array(out))
         else:
             out[...] = self._array[slices(box)]
+        if self._strict:
+            self._check_chunks(box)
+
+    def _check_chunks(self, box: Box) -> None:
+        """Raise MissingChunkError if a chunk under the box, just read, was absent."""
+        store = self._array.store
+        if not (isinstance(store, CheckedStore) and store.absent):
+            return
+        stored = self._array.shards or self._array.chunks
+        for number in itertools.product(*(range(a // n, -(-b // n)) for (a, b), n in zip(box, stored, strict=True))):
+            if self._key(number) in store.absent:
+                raise missing_chunk(repr(self._key(number)), self._url)
 
     def _check_inner_chunks(self, box: Box) -> None:
         """Raise MissingChunkError if a shard's index says that an inner chunk under the box was never written."""
         shards = self._array.shards
         assert shards is not None
-        inner = [
-            range(span.start // chunk, -(-span.stop // chunk)) for span, chunk in zip(box, self.chunks, strict=True)
-        ]
         per_shard = [shard // chunk for shard, chunk in zip(shards, self.chunks, strict=True)]
+        inner = (range(a // n, -(-b // n)) for (a, b), n in zip(box, self.chunks, strict=True))
         for number in itertools.product(*inner):
-            shard = tuple(at // count for at, count in zip(number, per_shard, strict=True))
-            within = tuple(at % count for at, count in zip(number, per_shard, strict=True))
+            shard, within = zip(*map(divmod, number, per_shard), strict=True)
             if (self._shard_index(shard, per_shard)[within] == EMPTY).all():
-                key = self._key(shard)
-                raise missing_chunk(f"{key}' (inner chunk {within}) '", str(self._array.store))
+                raise missing_chunk(f"{self._key(shard)!r}, inner chunk {within},", self._url)
 
     def _shard_index(self, shard: tuple[int, ...], per_shard: list[int]) -> np.ndarray[Any, np.dtype[np.uint64]]:
         """Offset and length of every inner chunk of a shard, [*inner chunks per dim, 2]."""
@@ -146,7 +154,7 @@ class ZarrSource(Source):
         wanted: ByteRequest = SuffixByteRequest(length) if at_end else RangeByteRequest(0, length)
         found = sync(self._array.store.get(key, buffer_prototype, wanted))
         if found is None:
-            raise missing_chunk(key, str(self._array.store))
+            raise missing_chunk(repr(key), self._url)
         raw = np.frombuffer(found.to_bytes()[:table], dtype="<u8")
         return raw.reshape(*per_shard, 2)
 
@@ -177,7 +185,8 @@ def open_zarr(
     else:
         base, inside = _base(source, storage_options), ""
     path = "/".join(part for part in (inside, group) if part)
-    checked = CheckedStore(base, set() if missing == "raise" else None)
+    checked = CheckedStore(base)
+    url = str(source) if isinstance(source, (str, Path)) else str(base)
     try:
         node = zarr.open(store=checked, path=path, mode="r")
     except FileNotFoundError as error:
@@ -189,14 +198,7 @@ def open_zarr(
         arrays[node.basename or "array"] = node
     else:
         arrays.update((name, member) for name, member in node.members(max_depth=None) if isinstance(member, zarr.Array))
-    sources = {}
-    for name, array in sorted(arrays.items()):
-        # One element that equals the fill value is ordinarily left unwritten (the time 0, a crs); it cannot mislead.
-        single = array.ndim <= 1 and math.prod(array.chunks) == 1
-        if single and checked.lenient is not None:
-            checked.lenient.add(array.path)
-        sources[name] = ZarrSource(name, array, strict=missing == "raise" and not single)
-    url = str(source) if isinstance(source, (str, Path)) else str(base)
+    sources = {name: ZarrSource(name, array, url, missing == "raise") for name, array in sorted(arrays.items())}
     closers = (base.close,) if isinstance(source, (str, Path)) else ()
     return Store(url, sources, dict(node.attrs.asdict()) if isinstance(node, zarr.Group) else {}, "zarr", closers)
 
