@@ -17,10 +17,13 @@ class Conv(nn.Module):
     Longitude wraps around if `periodic`; elsewhere the field is continued by zeros.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1, periodic: bool = False) -> None:
+    def __init__(
+        self, in_channels: int, out_channels: int, *, stride: int = 1, periodic: bool = False, bias: bool = True
+    ) -> None:
         super().__init__()
         self.periodic = periodic
-        self.conv = nn.Conv2d(in_channels, out_channels, 3, stride, padding=(1, 0 if periodic else 1))
+        padding = (1, 0 if periodic else 1)
+        self.conv = nn.Conv2d(in_channels, out_channels, 3, stride, padding, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(F.pad(x, (1, 1, 0, 0), mode="circular") if self.periodic else x)
@@ -32,7 +35,7 @@ class Block(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, *, groups: int, dropout: float, periodic: bool) -> None:
         super().__init__()
         self.norm1 = nn.GroupNorm(groups, in_channels)
-        self.conv1 = Conv(in_channels, out_channels, periodic=periodic)
+        self.conv1 = Conv(in_channels, out_channels, periodic=periodic, bias=False)  # the norm after it would undo one
         self.norm2 = nn.GroupNorm(groups, out_channels)
         self.dropout = nn.Dropout(dropout)
         self.conv2 = Conv(out_channels, out_channels, periodic=periodic)
@@ -77,7 +80,7 @@ class ForecastUNet(nn.Module):
         width: int = 32,
         multipliers: Sequence[int] = (1, 2, 2),
         heads: int = 4,
-        groups: int = 8,
+        groups: int = 4,
         dropout: float = 0.0,
         periodic: bool = False,
         base: slice | None = None,

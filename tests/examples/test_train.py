@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,39 +25,53 @@ pytestmark = pytest.mark.timeout(400)  # programs are started, several at once
 QUICK = ("--steps", "12", "--batch", "4", "--width", "8", "--save-every", "4", "--held-out", "0.4", "--seed", "3")
 
 
-def command(ranks: int, options: Sequence[str]) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    return [sys.executable, *launcher, str(TRAIN), *options]
+@dataclass(frozen=True)
+class Run:
+    """Started programs and where they write what they say."""
+
+    processes: Sequence[subprocess.Popen[bytes]]
+    log: Path
+
+    def finish(self, seconds: float = 180) -> str:
+        """Wait for all; what they said. None may fail."""
+        codes = self.wait(seconds)
+        assert not any(codes), self.log.read_text()
+        return self.log.read_text()
+
+    def wait(self, seconds: float = 180) -> list[int]:
+        """Wait for all; their exit codes."""
+        deadline = time.monotonic() + seconds
+        try:
+            return [process.wait(max(1.0, deadline - time.monotonic())) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            for process in self.processes:
+                process.terminate()  # which torchrun passes on to its ranks
+            pytest.fail(f"not done after {seconds} s: {self.log.read_text()}")
+
+    def kill(self) -> None:
+        """Kill all without a word of warning."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
 
 
-def start(ranks: int, *options: str | Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command(ranks, [str(option) for option in options]),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen[str], seconds: float = 180) -> str:
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        end(process)
-        pytest.fail(f"not done after {seconds} s: {process.communicate()[0]}")
-    assert process.returncode == 0, output
-    return output
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """Kill it and its ranks, without a word of warning."""
-    if sys.platform == "win32":
-        process.kill()
-    else:
-        os.killpg(process.pid, signal.SIGKILL)
+def start(folder: Path, *options: str | Path, launcher: Sequence[str] = (), ranks: int = 1) -> Run:
+    """Start train.py with `--out folder`; with `ranks`, as a cluster's launcher does it, without torchrun."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, *launcher, str(TRAIN), "--out", str(folder), *map(str, options)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if ranks > 1:
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    environments = [
+        shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else shared for rank in range(ranks)
+    ]
+    log = folder / "log.txt"
+    with log.open("a") as file:
+        return Run([subprocess.Popen(command, stdout=file, stderr=file, env=one) for one in environments], log)
 
 
 def result(folder: Path) -> dict[str, Any]:
@@ -68,7 +83,7 @@ def result(folder: Path) -> dict[str, Any]:
 def unbroken(weather_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a training in one process."""
     folder = tmp_path_factory.mktemp("unbroken")
-    output = finish(start(1, "--data", weather_store, "--out", folder, *QUICK))
+    output = start(folder, "--data", weather_store, *QUICK).finish()
     assert "6 hours ahead" in output
     return folder
 
@@ -89,18 +104,18 @@ def test_one_process_reports_what_it_did(unbroken: Path, weather_store: Path) ->
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_and_resumed_is_as_unbroken(ranks: int, unbroken: Path, weather_store: Path, tmp_path: Path) -> None:
-    options = ("--data", weather_store, "--out", tmp_path, "--compare", unbroken, *QUICK)
-    process = start(ranks, *options)
+    options = ("--data", weather_store, "--compare", unbroken, *QUICK)
+    run = start(tmp_path, *options, ranks=ranks)
     deadline = time.monotonic() + 180
-    while not (tmp_path / checkpoint.NAME).exists() and process.poll() is None and time.monotonic() < deadline:
+    while not (tmp_path / checkpoint.NAME).exists() and time.monotonic() < deadline:
+        assert not any(process.poll() for process in run.processes), run.log.read_text()
         time.sleep(0.02)
-    end(process)
-    process.communicate()
+    run.kill()
     saved = checkpoint.load(tmp_path)
     assert saved is not None
     assert not (tmp_path / "report.json").exists(), "it was to be killed before its end"
     assert saved["step"] < 12
-    finish(start(ranks, *options, "--resume"))
+    start(tmp_path, *options, "--resume", ranks=ranks).finish()
     ours, theirs = checkpoint.load(tmp_path), checkpoint.load(unbroken)
     assert ours is not None
     assert theirs is not None
@@ -116,8 +131,9 @@ def test_killed_and_resumed_is_as_unbroken(ranks: int, unbroken: Path, weather_s
 
 
 def test_two_groups_of_two_ranks(unbroken: Path, weather_store: Path, tmp_path: Path) -> None:
-    options = ("--data", weather_store, "--out", tmp_path, "--compare", unbroken, "--domain", "2", *QUICK)
-    finish(start(4, *options))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    options = ("--data", weather_store, "--compare", unbroken, "--domain", "2", *QUICK)
+    start(tmp_path, *options, launcher=torchrun).finish()
     found = result(tmp_path)
     assert found["difference_to_one_process"]["loss"] < 1e-4
     assert found["difference_to_one_process"]["weights"] < 1e-4
@@ -129,14 +145,13 @@ def test_it_beats_persistence_on_real_weather(shared_data: Path, tmp_path: Path)
     series = shared_data / "weather-series" / "era5-2mt-2019-03-uk.grib"
     if not series.exists():
         pytest.skip(f"{series} is not there")
-    finish(start(1, "--data", series, "--out", tmp_path, "--steps", "60"))
+    start(tmp_path, "--data", series, "--steps", "60").finish()
     found = result(tmp_path)
     assert found["lead"] == "6 hours"
     assert found["rmse"]["t2m"] < 0.85 * found["rmse_persistence"]["t2m"]
 
 
 def test_a_lead_between_steps_is_told(weather_store: Path, tmp_path: Path) -> None:
-    process = start(1, "--data", weather_store, "--out", tmp_path, "--lead", "5")
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert "no multiple of the step" in output
+    run = start(tmp_path, "--data", weather_store, "--lead", "5")
+    assert run.wait() != [0]
+    assert "no multiple of the step" in run.log.read_text()
