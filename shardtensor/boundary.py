@@ -12,6 +12,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta as DTensorMeta
 
 from shardtensor import comm
 from shardtensor import tensor as sharded  # the class itself: used at call time only, the two modules need each other
+from shardtensor.errors import LayoutError
 from shardtensor.infer import layout_like, normalized
 from shardtensor.redistribute import redistribute_local
 from shardtensor.spec import Layout, ShardTensorSpec, mesh_sizes, replicate
@@ -32,6 +33,10 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: ShardTensorSpec) -> Any:
         ctx.spec = spec
+        for axis in spec.partial_axes:
+            op = spec.layout[axis].reduce_op  # type: ignore[union-attr]
+            if ctx.needs_input_grad[0] and op not in ("sum", "avg"):
+                raise LayoutError(f"no gradient flows through Partial({op!r}): detach the block, or reduce it first")
         return sharded.wrap(local.detach(), spec)
 
     @staticmethod

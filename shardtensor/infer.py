@@ -96,11 +96,11 @@ def normalized(placements: Sequence[Placement] | None, mesh: DeviceMesh, ndim: i
     for placement in placements:
         if type(placement) is not Shard:
             if not isinstance(placement, Replicate | Partial):
-                raise LayoutError(f"placement {placement} is not supported: use Shard(dim), Replicate() or Partial()")
+                raise LayoutError(f"placement {placement!r} is not supported: use Shard(dim), Replicate() or Partial()")
             found.append(placement)
             continue
         if not -ndim <= placement.dim < ndim:
-            raise LayoutError(f"{placement} names a dim that a tensor with {ndim} dims does not have")
+            raise LayoutError(f"{placement!r} names a dim that a tensor with {ndim} dims does not have")
         found.append(Shard(placement.dim % ndim))
     dims = [placement.dim for placement in found if isinstance(placement, Shard)]
     if len(dims) != len(set(dims)):

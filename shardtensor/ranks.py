@@ -58,6 +58,7 @@ class RankPool:
         """
         import cloudpickle  # in the extra "test"
 
+        __tracebackhide__ = True  # pytest then shows the line of the test
         count = torch.Size(mesh).numel()
         if count > self.world or mesh not in self.MESHES:
             raise RankError(f"no mesh {mesh} on {self.world} ranks: choose one of {self.MESHES}, or start more ranks")
@@ -99,6 +100,7 @@ class RankPool:
 
     def _collect(self, count: int) -> list[Any]:
         """The answers of the first ``count`` ranks."""
+        __tracebackhide__ = True
         waiting = {self._pipes[rank]: rank for rank in range(count)}
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}

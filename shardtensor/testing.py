@@ -195,6 +195,7 @@ class Ranks(RankPool):
         Give ``dim`` and ``sizes`` to cut every tensor input alike, or ``cuts``, one entry per input: None (plain),
         ``(dim, sizes)`` for a 1-D mesh, or a dict by mesh axis. The mesh follows from the sizes, or is given.
         """
+        __tracebackhide__ = True
         if cuts is None:
             if dim is None or sizes is None:
                 raise ValueError("same_as_plain needs dim and sizes, or cuts")

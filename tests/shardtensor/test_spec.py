@@ -93,7 +93,9 @@ def test_local_cut_places_the_rows_of_a_block(ranks):
             wider = rows_of([e if i != axis else Replicate() for i, e in enumerate(spec.layout)], 0, 63, here)
             cut = spec.local_cut(axis)
             start = sum(cut.sizes[: here[axis]])
-            picked = torch.tensor(wider).view(cut.outer, -1)[:, start : start + cut.sizes[here[axis]]].flatten().tolist()
+            picked = (
+                torch.tensor(wider).view(cut.outer, -1)[:, start : start + cut.sizes[here[axis]]].flatten().tolist()
+            )
             assert picked == mine
 
     ranks.run(check, mesh=(2, 2))
