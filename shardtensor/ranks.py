@@ -186,3 +186,5 @@ def _serve(pipe: Connection, rank: int, world: int, port: int, timeout: float) -
             pipe.send(answer)
         except (TypeError, AttributeError, ValueError):  # cannot be pickled
             pipe.send((False, f"the result cannot be sent back: {traceback.format_exc()}"))
+        except OSError:  # nobody listens any more
+            return

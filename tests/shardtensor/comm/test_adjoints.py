@@ -1,4 +1,4 @@
-"""Every exchange against its adjoint, <A x, y> == <x, A* y>, and against the plain result, on uneven and empty blocks."""
+"""Every exchange against its adjoint, <A x, y> == <x, A* y>, and the plain result, on uneven and empty blocks."""
 
 from __future__ import annotations
 
@@ -125,7 +125,9 @@ def test_ring_shift_with_uneven_blocks(ranks, sizes, shift):
     ranks.run(check, mesh=(len(sizes),))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
+)
 def test_all_reduce_and_movement_keep_every_dtype(ranks, dtype):
     def check(mesh):
         group, rank = _mine(mesh)
@@ -135,7 +137,8 @@ def test_all_reduce_and_movement_keep_every_dtype(ranks, dtype):
         else:
             assert comm.all_reduce(mine, "sum", group).tolist() == [3, 3, 0]
         gathered = comm.all_gather(mine[: rank + 1], 0, (1, 2, 3), group)
-        assert gathered.dtype == dtype and gathered.shape == (6,)
+        assert gathered.dtype == dtype
+        assert gathered.shape == (6,)
 
     ranks.run(check, mesh=(3,))
 
