@@ -16,6 +16,7 @@ from shardtensor.rules.windows import (
     WindowPlan,
     cut_dims,
     fetch_windows,
+    format_of,
     meta_like,
     out_spec,
     return_windows,
@@ -39,6 +40,13 @@ class _Geometry(NamedTuple):
     transposed: bool
     output_padding: tuple[int, ...]
     groups: int
+    weight_is_channels_last: bool
+    weight_dtype: torch.dtype
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What the op takes after input, weight and bias."""
+        return self[1:7]
 
     def local(self, reaches: Sequence[Reach]) -> _Geometry:
         """The geometry of the kernel that runs on the window: what is padded there has been fetched."""
@@ -64,7 +72,30 @@ def _geometry(
     else:  # one number stands for all dims
         lists = (stride, padding, dilation, output_padding)
         every = tuple(tuple(v) * dims if len(v) == 1 else tuple(v) for v in lists)  # type: ignore[assignment]
-    return _Geometry(shape, *every[:3], transposed, every[3], groups)
+    last = dims > 1 and weight.stride(1) == 1 and weight.stride(-1) != 1
+    return _Geometry(shape, *every[:3], transposed, every[3], groups, last, weight.dtype)
+
+
+def _check(spec: ShardTensorSpec, geometry: _Geometry) -> None:
+    """Raise what the plain op would raise, on every rank, also on those that call no kernel.
+
+    Raises:
+        OpError: input and weight do not go together, or a number is out of range.
+    """
+    weight, groups = geometry.weight, geometry.groups
+    what = f"convolution: input {tuple(spec.shape)} {spec.dtype}, weight {weight} {geometry.weight_dtype}"
+    if spec.ndim != len(weight):
+        raise OpError(f"{what}: the input needs {len(weight)} dims")
+    if spec.dtype != geometry.weight_dtype:
+        raise OpError(f"{what}: bring both to one dtype")
+    channels = weight[0] if geometry.transposed else weight[1] * groups
+    if groups < 1 or weight[0] % groups or spec.shape[1] != channels:
+        raise OpError(f"{what}, groups={groups}: the weight takes {channels} channels, the input has {spec.shape[1]}")
+    if min(geometry.stride + geometry.dilation) < 1 or min(geometry.padding + geometry.output_padding) < 0:
+        raise OpError(f"{what}: stride and dilation must be >= 1, paddings >= 0, got {geometry.arguments}")
+    steps = zip(geometry.output_padding, geometry.stride, geometry.dilation, strict=True)
+    if geometry.transposed and any(extra >= max(stride, dilation) for extra, stride, dilation in steps):
+        raise OpError(f"{what}: output_padding {geometry.output_padding} must be smaller than stride or dilation")
 
 
 class _Plan(NamedTuple):
@@ -78,9 +109,12 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _plan(spec: ShardTensorSpec, geometry: _Geometry) -> _Plan:
+    _check(spec, geometry)
     input = spec.with_layout(slidable_layout(spec, 2, (1,)))
     weight = torch.empty(geometry.weight, dtype=spec.dtype, device="meta")
-    out = aten.convolution.default(meta_like(spec), weight, None, *geometry[1:])
+    out = aten.convolution.default(meta_like(spec), weight, None, *geometry.arguments)
+    if geometry.weight_is_channels_last or format_of(spec) != torch.contiguous_format:
+        out = out.contiguous(memory_format=torch.channels_last if spec.ndim == 4 else torch.channels_last_3d)
     reaches, trims = [], []
     for axis, cut in cut_dims(input, 2):
         place = cut.dim - 2
@@ -114,14 +148,12 @@ def convolution(
     mesh = mesh_of(input, weight, bias)
     geometry = _geometry(weight, stride, padding, dilation, transposed, output_padding, groups)
     windows, local, trims, _ = _plan(spec_of(input, mesh), geometry)
-    if weight.dtype != input.dtype:
-        raise OpError(f"convolution: input is {input.dtype}, weight {weight.dtype}: bring both to one dtype")
     weight = whole(weight, mesh)
     bias = None if bias is None else whole(bias, mesh)
     window = fetch_windows(local_in(input, windows.input.layout, mesh), windows)
     if windows.makes_nothing:
         return wrap(window.new_empty(windows.out.local_shape), windows.out)
-    result = aten.convolution.default(window, weight, bias, *local[1:])
+    result = aten.convolution.default(window, weight, bias, *local.arguments)
     for dim, start, length in trims:
         result = result.narrow(dim, start, length)
     return wrap(result.contiguous(memory_format=windows.out_format), windows.out)
@@ -154,6 +186,8 @@ def convolution_backward(
     found = _local_backward(plan, grad, window, weight, bias_sizes, output_mask)
     if found[0] is not None:
         found[0] = return_windows(found[0], windows).contiguous(memory_format=windows.input_format)
+    if found[1] is not None:
+        found[1] = found[1].contiguous()
     specs = (
         windows.dense_input,
         ShardTensorSpec.of(mesh, plan.weight_layout, weight.shape, weight.dtype),
@@ -178,7 +212,7 @@ def _local_backward(
     for dim, start, length in plan.trims:  # outputs of the window that other ranks own count nothing here
         end = _full_length(plan, dim) - start - length
         grad = torch.nn.functional.pad(grad, [0, 0] * (grad.dim() - 1 - dim) + [start, end])
-    found = aten.convolution_backward.default(grad, window, weight, bias_sizes, *plan.local[1:], list(mask))
+    found = aten.convolution_backward.default(grad, window, weight, bias_sizes, *plan.local.arguments, list(mask))
     return [g if asked else None for g, asked in zip(found, mask, strict=True)]
 
 
