@@ -39,6 +39,7 @@ class ShardTensor(torch.Tensor):
 
     _local_tensor: torch.Tensor
     _spec: ShardTensorSpec
+    _is_moved_view: bool = False  # a view that is a copy, as its rows had to move between ranks: see rules/aliasing.py
     __slots__ = ("_local_tensor", "_spec")
 
     @staticmethod

@@ -1,6 +1,7 @@
 """The rules, one file per family of ops; importing this package fills the op table."""
 
 from shardtensor.rules import (
+    aliasing,
     antialias,
     attention,
     attention_backends,
@@ -49,6 +50,7 @@ from shardtensor.rules import (
 )
 
 __all__ = [
+    "aliasing",
     "antialias",
     "attention",
     "attention_backends",

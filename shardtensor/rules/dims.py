@@ -15,7 +15,7 @@ from shardtensor.rules.view import reshaped
 from shardtensor.spec import Cut, Layout, ShardTensorSpec
 from shardtensor.tensor import ShardTensor, wrap
 
-__all__ = ["moved_dims"]
+__all__ = ["counted", "moved_dims"]
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ def moved_dims(layout: Layout, place: Callable[[int], int]) -> Layout:
     return tuple(entry.moved(place(entry.dim)) if isinstance(entry, Cut) else entry for entry in layout)
 
 
-def _dim(dim: int, ndim: int) -> int:
+def counted(dim: int, ndim: int) -> int:
     """The dim counted from the front.
 
     Raises:
@@ -38,7 +38,7 @@ def _dim(dim: int, ndim: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _permuted(spec: ShardTensorSpec, dims: tuple[int, ...]) -> ShardTensorSpec:
-    order = [_dim(dim, spec.ndim) for dim in dims]
+    order = [counted(dim, spec.ndim) for dim in dims]
     shape, stride = spec.shape, spec.tensor_meta.stride
     return ShardTensorSpec.of(
         spec.mesh,
@@ -58,7 +58,7 @@ def permute(self: ShardTensor, dims: Sequence[int]) -> ShardTensor:
 def _swapped(spec: ShardTensorSpec, dim0: int, dim1: int) -> ShardTensorSpec:
     order = list(range(spec.ndim))
     if order:
-        dim0, dim1 = _dim(dim0, spec.ndim), _dim(dim1, spec.ndim)
+        dim0, dim1 = counted(dim0, spec.ndim), counted(dim1, spec.ndim)
         order[dim0], order[dim1] = dim1, dim0
     return _permuted(spec, tuple(order))
 
@@ -75,7 +75,7 @@ def t(self: ShardTensor) -> ShardTensor:
 
 @lru_cache(maxsize=4096)
 def _unsqueezed(spec: ShardTensorSpec, dim: int) -> ShardTensorSpec:
-    dim = _dim(dim, spec.ndim + 1)
+    dim = counted(dim, spec.ndim + 1)
     shape, stride = spec.shape, spec.tensor_meta.stride
     step = shape[dim] * stride[dim] if dim < spec.ndim else 1
     return ShardTensorSpec.of(
@@ -95,7 +95,7 @@ def unsqueeze(self: ShardTensor, dim: int) -> ShardTensor:
 @lru_cache(maxsize=4096)
 def _squeezed(spec: ShardTensorSpec, dims: tuple[int, ...] | None) -> tuple[ShardTensorSpec | None, tuple[int, ...]]:
     """The spec without the dims of length 1, and these dims; None where one of them is cut (a rank then lacks it)."""
-    asked = range(spec.ndim) if dims is None else [_dim(dim, spec.ndim) for dim in dims] if spec.ndim else []
+    asked = range(spec.ndim) if dims is None else [counted(dim, spec.ndim) for dim in dims] if spec.ndim else []
     gone = tuple(sorted(dim for dim in asked if spec.shape[dim] == 1))
     kept = [dim for dim in range(spec.ndim) if dim not in gone]
     if any(cut.dim in gone for _, cut in spec.cuts):
@@ -124,7 +124,7 @@ def squeeze(self: ShardTensor) -> ShardTensor:
 
 
 @rule(aten.squeeze.dim)
-def squeeze_dim(self: ShardTensor, dim: int) -> ShardTensor:
+def squeezecounted(self: ShardTensor, dim: int) -> ShardTensor:
     return _squeeze(self, (dim,))
 
 
@@ -168,7 +168,7 @@ def expand(self: ShardTensor, size: Sequence[int], *, implicit: bool = False) ->
 @rule(aten.diagonal.default)
 def diagonal(self: ShardTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ShardTensor:
     """The diagonal of two dims, as the last dim; both are made whole first."""
-    pair = _dim(dim1, self._spec.ndim), _dim(dim2, self._spec.ndim)
+    pair = counted(dim1, self._spec.ndim), counted(dim2, self._spec.ndim)
     self = uncut(self, pair)
     local = aten.diagonal.default(self._local_tensor, offset, dim1, dim2)
     return wrap(local, _diagonal(self._spec, offset, *pair))

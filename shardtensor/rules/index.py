@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from shardtensor.registry import rule
-from shardtensor.rules.index_plan import IndexPlan, as_numbers, blocks_of, index_plan, only_mask, own_rows
+from shardtensor.rules.index_plan import MASKS, IndexPlan, as_numbers, blocks_of, index_plan, only_mask, own_rows
 from shardtensor.rules.layouts import local_in, mesh_of, operand_layout, spec_of, whole
 from shardtensor.rules.mask import masked, put_masked
 from shardtensor.rules.memory import remember
@@ -20,9 +21,14 @@ from shardtensor.tensor import ShardTensor, wrap
 __all__ = ["index", "index_put"]
 
 aten = torch.ops.aten
+_index_op = aten.index.Tensor._op
 _SUM = Partial("sum")
 
 Specs = tuple[ShardTensorSpec | None, ...]
+
+
+def _block(tensor: Any) -> Any:
+    return tensor._local_tensor if type(tensor) is ShardTensor else tensor
 
 
 def _specs(indices: Sequence[torch.Tensor | None], mesh: DeviceMesh) -> Specs:
@@ -33,14 +39,17 @@ def _specs(indices: Sequence[torch.Tensor | None], mesh: DeviceMesh) -> Specs:
 def index(self: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> ShardTensor:
     """``x[i, :, j]`` with tensors as indices."""
     mesh = mesh_of(self, indices)
-    if isinstance(self, ShardTensor):
+    if isinstance(self, ShardTensor) and self.requires_grad:
         remember(self)
-    mask = only_mask(indices)
-    if mask is not None:
-        return masked(self, mask[1], mask[0], mesh)
-    numbers = as_numbers(indices, mesh)
-    spec = spec_of(self, mesh)
+    numbers, spec = list(indices), spec_of(self, mesh)
+    if any(item is not None and item.dtype in MASKS for item in indices):
+        mask = only_mask(indices)
+        if mask is not None:
+            return masked(self, mask[1], mask[0], mesh)
+        numbers = as_numbers(indices, mesh)
     plan = index_plan(spec, _specs(numbers, mesh))
+    if plan.local:
+        return wrap(_index_op(_block(self), [_block(item) for item in numbers]), plan.result)
     local = local_in(self, plan.source, mesh)
     blocks = blocks_of(numbers, plan, mesh, spec.shape)
     if plan.rows is not None:

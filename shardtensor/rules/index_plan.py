@@ -17,10 +17,11 @@ from shardtensor.rules.slices import one_cut_layout
 from shardtensor.rules.take import Rows, rows_of
 from shardtensor.spec import AxisLayout, Cut, DeviceMesh, Partial, Replicate, ShardTensorSpec
 
-__all__ = ["IndexPlan", "as_numbers", "blocks_of", "index_plan", "only_mask", "own_rows"]
+__all__ = ["MASKS", "IndexPlan", "as_numbers", "blocks_of", "index_plan", "only_mask", "own_rows"]
 
 _REPLICATE = Replicate()
 _SUM = Partial("sum")
+MASKS = (torch.bool, torch.uint8)
 
 
 class IndexPlan:
@@ -37,6 +38,7 @@ class IndexPlan:
         rows: how rows travel, where one index runs along a cut dim.
         picked: layout of the values that are put there: the result's, without pending sums.
         block: shape of the result's block.
+        local: whether the blocks lie as needed, and hold all that is asked for.
     """
 
     def __init__(self, spec: ShardTensorSpec, indices: tuple[ShardTensorSpec | None, ...], send: bool) -> None:
@@ -71,6 +73,8 @@ class IndexPlan:
         self.result = ShardTensorSpec.of(spec.mesh, tuple(result), shape, spec.dtype)
         self.picked = self.result.resolved_layout
         self.block = self.result.local_shape
+        lies = [operand_layout(self.numbers, own, self.shape) == own.layout for own in specs]
+        self.local = all(lies) and self.source == spec.layout and self.rows is None and not self.held
 
     def _send_rows(
         self, spec: ShardTensorSpec, index: ShardTensorSpec, numbers: list[AxisLayout], result: list[AxisLayout]
@@ -105,7 +109,7 @@ def as_numbers(indices: Sequence[torch.Tensor | None], mesh: DeviceMesh) -> list
     """The indices with masks replaced by the places they mark."""
     found: list[torch.Tensor | None] = []
     for item in indices:
-        if item is not None and item.dtype in (torch.bool, torch.uint8):
+        if item is not None and item.dtype in MASKS:
             found += whole(item, mesh).nonzero().unbind(1)
         else:
             found.append(item)

@@ -14,7 +14,8 @@ import torch
 
 from shardtensor.errors import LayoutError
 from shardtensor.registry import rule
-from shardtensor.rules.dims import moved_dims, unsqueeze
+from shardtensor.rules.aliasing import moved
+from shardtensor.rules.dims import counted, moved_dims, unsqueeze
 from shardtensor.rules.layouts import common_layout, local_in, mesh_of, spec_of, uncut
 from shardtensor.rules.memory import recall, remember
 from shardtensor.rules.slices import one_cut, slice_
@@ -24,6 +25,8 @@ from shardtensor.tensor import ShardTensor, wrap
 __all__ = ["cat"]
 
 aten = torch.ops.aten
+_cat_op = aten.cat.default._op
+_split_op = aten.split_with_sizes.default._op
 _REPLICATE = Replicate()
 
 
@@ -68,7 +71,14 @@ def _sizes_along(specs: tuple[ShardTensorSpec, ...], dim: int, axis: int) -> tup
 
 
 class _Joined:
-    """A cat: the layout of the result, and for every piece the layout that gives each rank what it owns of it."""
+    """A cat.
+
+    Attributes:
+        dim: the joined dim, counted from the front.
+        spec: of the result.
+        pieces: the layout of every piece that gives each rank what it owns of it.
+        stays: whether the pieces lie so already.
+    """
 
     def __init__(self, specs: tuple[ShardTensorSpec, ...], dim: int, wanted: tuple[int, ...] | None) -> None:
         first = specs[0]
@@ -82,7 +92,9 @@ class _Joined:
             sizes = wanted or tuple(sum(column) for column in zip(*brought, strict=True))
             self.pieces = [_with(layout, axis, Cut(dim, part)) for part in _shares(specs, dim, sizes)]
             layout = _with(layout, axis, Cut(dim, sizes))
+        self.dim = dim
         self.spec = ShardTensorSpec.of(first.mesh, layout, shape, first.dtype)
+        self.stays = all(spec.layout == piece for spec, piece in zip(specs, self.pieces, strict=True))
 
 
 def _with(layout: Layout, axis: int, entry: AxisLayout) -> Layout:
@@ -103,19 +115,22 @@ def _shares(specs: Sequence[ShardTensorSpec], dim: int, sizes: Sequence[int]) ->
 
 @lru_cache(maxsize=4096)
 def _joined(specs: tuple[ShardTensorSpec, ...], dim: int, wanted: tuple[int, ...] | None) -> _Joined:
-    return _Joined(specs, dim, wanted)
+    return _Joined(specs, counted(dim, specs[0].ndim), wanted)
 
 
 @rule(aten.cat.default)
 def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> ShardTensor:
     """``torch.cat``: other cut dims stay cut; along a cut dim every rank receives the rows that it will own."""
+    if all(type(tensor) is ShardTensor for tensor in tensors):
+        plan = _joined(tuple(tensor._spec for tensor in tensors), dim, None)  # type: ignore[attr-defined]
+        if plan.stays:
+            return wrap(_cat_op([tensor._local_tensor for tensor in tensors], plan.dim), plan.spec)  # type: ignore[attr-defined]
     mesh = mesh_of(tensors)
     kept = [tensor for tensor in tensors if not _is_legacy_empty(tensor)] or list(tensors[:1])
     specs = tuple(spec_of(tensor, mesh) for tensor in kept)
-    dim = dim % specs[0].ndim
-    plan = _joined(specs, dim, _wanted(kept, specs, dim))
+    plan = _joined(specs, dim, _wanted(kept, specs, dim % specs[0].ndim))
     blocks = [local_in(tensor, layout, mesh) for tensor, layout in zip(kept, plan.pieces, strict=True)]
-    return wrap(aten.cat.default(blocks, dim), plan.spec)
+    return wrap(_cat_op(blocks, plan.dim), plan.spec)
 
 
 def _wanted(tensors: Sequence[torch.Tensor], specs: Sequence[ShardTensorSpec], dim: int) -> tuple[int, ...] | None:
@@ -137,8 +152,17 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> ShardTensor:
 
 
 @lru_cache(maxsize=4096)
-def _split(spec: ShardTensorSpec, dim: int, sizes: tuple[int, ...]) -> tuple[ShardTensorSpec, ...]:
-    """Specs of the parts along an uncut dim."""
+def _split(spec: ShardTensorSpec, dim: int, sizes: tuple[int, ...]) -> tuple[ShardTensorSpec, ...] | None:
+    """Specs of the parts; None where the dim is cut.
+
+    Raises:
+        LayoutError: the sizes do not sum to the dim's length.
+    """
+    dim = counted(dim, spec.ndim)
+    if sum(sizes) != spec.shape[dim] or min(sizes, default=0) < 0:
+        raise LayoutError(f"split: sizes {sizes} do not sum to the {spec.shape[dim]} rows of dim {dim}")
+    if spec.axis_of(dim) is not None:
+        return None
     return tuple(
         ShardTensorSpec.of(
             spec.mesh,
@@ -154,15 +178,14 @@ def _split(spec: ShardTensorSpec, dim: int, sizes: tuple[int, ...]) -> tuple[Sha
 @rule(aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default)
 def split_with_sizes(self: ShardTensor, split_sizes: Sequence[int], dim: int = 0) -> list[ShardTensor]:
     """Parts of the given lengths; parts of a cut dim stay where they lie."""
-    spec = self._spec
-    dim = dim % spec.ndim
+    if self.requires_grad:
+        remember(self)
     sizes = tuple(split_sizes)
-    if sum(sizes) != spec.shape[dim] or min(sizes, default=0) < 0:
-        raise LayoutError(f"split: sizes {sizes} do not sum to the {spec.shape[dim]} rows of dim {dim}")
-    remember(self)
-    if spec.axis_of(dim) is None:
-        parts = aten.split_with_sizes.default(self._local_tensor, sizes, dim)
-        return [wrap(part, own) for part, own in zip(parts, _split(spec, dim, sizes), strict=True)]
+    specs = _split(self._spec, dim, sizes)
+    if specs is not None:
+        parts = _split_op(self._local_tensor, sizes, dim)
+        return [wrap(part, own) for part, own in zip(parts, specs, strict=True)]
+    dim = dim % self._spec.ndim
     self = one_cut(self, dim)
     edges = (0, *accumulate(sizes))
     return [slice_(self, dim, start, stop) for start, stop in pairwise(edges)]
@@ -184,9 +207,10 @@ def unbind(self: ShardTensor, dim: int = 0) -> list[ShardTensor]:
     """The rows of a dim; those of a cut dim go to every rank of the axis."""
     dim = dim % self._spec.ndim
     remember(self)
-    self = uncut(self, [dim]) if self._spec.axis_of(dim) is not None else self
-    spec = _row(self._spec, dim)
-    return [wrap(row, spec) for row in self._local_tensor.unbind(dim)]
+    whole = self if self._spec.axis_of(dim) is None else uncut(self, [dim])
+    spec = _row(whole._spec, dim)
+    rows = [wrap(row, spec) for row in whole._local_tensor.unbind(dim)]
+    return rows if whole is self else [moved(row) for row in rows]
 
 
 @lru_cache(maxsize=4096)

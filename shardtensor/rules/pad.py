@@ -16,13 +16,14 @@ from shardtensor.errors import OpError
 from shardtensor.registry import rule
 from shardtensor.rules.layouts import local_in, resolved, uncut
 from shardtensor.rules.pad_rows import added_rows, fold_rows, pad_rows
-from shardtensor.rules.slices import one_cut, slice_
+from shardtensor.rules.slices import one_cut, one_cut_layout, slice_
 from shardtensor.spec import Cut, ShardTensorSpec
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["by_dim", "constant_pad_nd"]
 
 aten = torch.ops.aten
+_constant_op = aten.constant_pad_nd.default._op
 
 
 def by_dim(padding: Sequence[int], ndim: int) -> dict[int, tuple[int, int]]:
@@ -43,23 +44,28 @@ def as_list(pads: dict[int, tuple[int, int]], ndim: int, places: int) -> list[in
 @rule(aten.constant_pad_nd.default)
 def constant_pad_nd(self: ShardTensor, pad: Sequence[int], value: float = 0) -> ShardTensor:
     """Rows of ``value`` at both ends of the last dims; negative padding takes rows away."""
-    pads = by_dim(pad, self._spec.ndim)
+    plan = _constant(self._spec, tuple(pad))
+    if plan is not None:
+        return wrap(_constant_op(self._local_tensor, plan[0], value), plan[1])
     self = resolved(self)
-    for dim, (before, after) in pads.items():
+    for dim, (before, after) in by_dim(pad, self._spec.ndim).items():
         self = one_cut(self, dim)
         if before < 0 or after < 0:
             self = slice_(self, dim, max(0, -before), self._spec.shape[dim] + min(0, after))
-    spec = self._spec
-    own, result = _constant(spec, tuple(pads.items()))
-    return wrap(aten.constant_pad_nd.default(self._local_tensor, list(own), value), result)
+    return constant_pad_nd(self, [max(0, side) for side in pad], value)
 
 
 @lru_cache(maxsize=2048)
-def _constant(
-    spec: ShardTensorSpec, pads: tuple[tuple[int, tuple[int, int]], ...]
-) -> tuple[tuple[int, ...], ShardTensorSpec]:
-    """What this rank pads, as torch's list, and the result's spec: ends of cut dims go to the first and last rank."""
-    mine = {dim: (max(0, before), max(0, after)) for dim, (before, after) in pads}
+def _constant(spec: ShardTensorSpec, padding: tuple[int, ...]) -> tuple[tuple[int, ...], ShardTensorSpec] | None:
+    """What this rank pads, as torch's list, and the result's spec: ends of cut dims go to the first and last rank.
+
+    None where rows are taken away, or the layout must change first.
+    """
+    mine = by_dim(padding, spec.ndim)
+    if spec.partial_axes or min(padding, default=0) < 0:
+        return None
+    if any(one_cut_layout(spec, dim) != spec.layout for dim in mine):
+        return None
     shape, layout = list(spec.shape), list(spec.layout)
     for dim, (before, after) in mine.items():
         shape[dim] += before + after

@@ -32,7 +32,7 @@ def pad(input: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: 
     """
     if mode != "circular":
         with _off():
-            return F.pad(input, pad, mode, value)
+            return torch._C._nn.pad(input, pad, mode, value)
     for dim, (before, after) in by_dim(pad, input.dim()).items():
         if before < 0 or after < 0:
             input = input.narrow(dim, max(0, -before), input.shape[dim] + min(0, before) + min(0, after))

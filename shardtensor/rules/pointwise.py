@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardtensor.registry import rule
+from shardtensor.rules.aliasing import refuse_lost_write
 from shardtensor.rules.layouts import common_layout, has_sum, local_in, mesh_of, operand_layout, spec_of
 from shardtensor.rules.memory import in_backward
 from shardtensor.spec import Layout, ShardTensorSpec, contiguous_stride
@@ -181,6 +182,7 @@ def pointwise_(op: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run an in-place point-wise op: operands are brought to the layout of the tensor that is written."""
     mesh = mesh_of(target, args, tuple(kwargs.values()))
     if isinstance(target, ShardTensor):
+        refuse_lost_write(target)
         own_up(target, op, args)
     specs = [spec_of(target, mesh), *(spec_of(arg, mesh) for arg in args if isinstance(arg, torch.Tensor))]
     layout, shape = specs[0].layout, specs[0].shape

@@ -47,7 +47,7 @@ def flip(self: ShardTensor, dims: Sequence[int]) -> ShardTensor:
             length = spec.shape[cut.dim]
             edges = [0, *accumulate(cut.sizes)]
             local = fetched(local, spec, axis, [(length - stop, length - start) for start, stop in pairwise(edges)])
-    return wrap(local.flip(dims), _dense(self))
+    return wrap(local.flip(tuple(dims)), _dense(self))
 
 
 @rule(aten.roll.default)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardtensor.promotion import promoted
 from shardtensor.registry import function_rule
 from shardtensor.tensor import ShardTensor
 
@@ -33,6 +34,7 @@ def setitem(self: torch.Tensor, key: Any, value: Any) -> None:
                 self = self.narrow(dim, row % self.shape[dim], 1).squeeze(dim)
             taken = [place for place, _ in cut]
             key = tuple(item for place, item in enumerate(items) if place not in taken)
+    (self, key, value), _ = promoted(torch.Tensor.__setitem__, (self, key, value), None)
     with _off():
         torch.Tensor.__setitem__(self, key, value)
 

@@ -108,15 +108,18 @@ def _index_spec(index: torch.Tensor, mesh: Any) -> ShardTensorSpec:
 def index_select(self: torch.Tensor, dim: int, index: torch.Tensor) -> ShardTensor:
     """``x.index_select(dim, index)``; the rows taken of a cut dim are cut as the index is, else evenly."""
     mesh = mesh_of(self, index)
-    if isinstance(self, ShardTensor):
+    if isinstance(self, ShardTensor) and self.requires_grad:
         remember(self)
-    spec = spec_of(self, mesh)
+    spec, numbers = spec_of(self, mesh), _index_spec(index, mesh)
     dim = dim % max(spec.ndim, 1)
-    plan = rows_of(spec, dim, _index_spec(index, mesh))
-    numbers = local_in(index, plan.numbers, mesh).reshape(-1)
-    rows = take(local_in(self, plan.source, mesh), dim, numbers, spec, plan)
-    shape = [*spec.shape[:dim], index.numel(), *spec.shape[dim + 1 :]]
-    return wrap(rows, ShardTensorSpec.of(mesh, plan.taken, shape, spec.dtype))
+    plan = rows_of(spec, dim, numbers)
+    rows = take(local_in(self, plan.source, mesh), dim, local_in(index, plan.numbers, mesh).reshape(-1), spec, plan)
+    return wrap(rows, _taken(spec, dim, numbers.shape[0], plan.taken))
+
+
+@lru_cache(maxsize=2048)
+def _taken(spec: ShardTensorSpec, dim: int, count: int, layout: Layout) -> ShardTensorSpec:
+    return ShardTensorSpec.of(spec.mesh, layout, (*spec.shape[:dim], count, *spec.shape[dim + 1 :]), spec.dtype)
 
 
 @rule(aten.index_add.default)

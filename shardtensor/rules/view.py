@@ -13,6 +13,7 @@ import torch
 
 from shardtensor.redistribute import redistribute_local
 from shardtensor.registry import rule
+from shardtensor.rules.aliasing import moved
 from shardtensor.rules.layouts import aligned, uncut
 from shardtensor.rules.regroup import regroup
 from shardtensor.spec import Cut, ShardTensorSpec
@@ -23,21 +24,24 @@ __all__ = ["reshaped"]
 aten = torch.ops.aten
 
 
-@rule(aten.view.default, aten._unsafe_view.default)
+@rule(aten.view.default)
 def view(self: ShardTensor, size: Sequence[int]) -> ShardTensor:
     """``Tensor.view``, and through it reshape, flatten, unflatten, view_as."""
-    spec = self._spec
-    plan = regroup(spec, tuple(size))
+    plan = regroup(self._spec, tuple(size))
+    if plan.recut is not None:
+        return moved(reshaped(self, size))
+    return wrap(self._local_tensor.reshape(plan.block), plan.spec)
+
+
+@rule(aten._unsafe_view.default)
+def reshaped(self: ShardTensor, size: Sequence[int]) -> ShardTensor:
+    """The tensor seen with other dims, cuts following; nobody writes through the result."""
+    plan = regroup(self._spec, tuple(size))
     local = self._local_tensor
     if plan.recut is not None:
         flat, layout = plan.recut
         local = redistribute_local(local.reshape(flat.local_shape), flat, layout)
     return wrap(local.reshape(plan.block), plan.spec)
-
-
-def reshaped(tensor: ShardTensor, size: Sequence[int]) -> ShardTensor:
-    """The tensor seen with other dims; cuts follow."""
-    return view(tensor, size)
 
 
 @rule(aten._reshape_alias.default)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shardtensor.rules.aliasing import refuse_lost_write
 from shardtensor.rules.layouts import local_in, whole
 from shardtensor.rules.pointwise import own_up
 from shardtensor.tensor import ShardTensor
@@ -16,6 +17,7 @@ def write_back(target: torch.Tensor, result: ShardTensor) -> torch.Tensor:
     mesh = result._spec.mesh
     if not isinstance(target, ShardTensor):
         return target.copy_(whole(result, mesh))
+    refuse_lost_write(target)
     own_up(target)
     target._local_tensor.copy_(local_in(result, target._spec.layout, mesh))
     return target
