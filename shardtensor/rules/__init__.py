@@ -3,6 +3,7 @@
 from shardtensor.rules import (
     aliasing,
     antialias,
+    as_strided,
     attention,
     attention_backends,
     autograd,
@@ -52,6 +53,7 @@ from shardtensor.rules import (
 __all__ = [
     "aliasing",
     "antialias",
+    "as_strided",
     "attention",
     "attention_backends",
     "autograd",
