@@ -57,8 +57,11 @@ class TimeAxis:
 
     @cached_property
     def step(self) -> float | None:
-        """The usual (median) step in seconds; None for fewer than two times."""
-        return float(np.median(np.diff(self.seconds))) if len(self) > 1 else None
+        """The usual (most frequent, among these the smallest) step in seconds; None for fewer than two times."""
+        if len(self) < 2:
+            return None
+        steps, counts = np.unique(np.round(np.diff(self.seconds), 6), return_counts=True)
+        return float(steps[np.argmax(counts)])
 
     @cached_property
     def months(self) -> int | None:
