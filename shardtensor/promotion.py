@@ -21,7 +21,7 @@ from shardtensor import tensor as sharded  # used at call time only: the two mod
 from shardtensor.boundary import FromDTensor
 from shardtensor.errors import LayoutError, OpError
 from shardtensor.redistribute import redistribute_local
-from shardtensor.spec import DeviceMesh, Partial, ShardTensorSpec, replicate
+from shardtensor.spec import DeviceMesh, Partial, replicate, whole_spec
 
 __all__ = [
     "SETTLED",
@@ -194,9 +194,8 @@ class _Promote(torch.autograd.Function):
     def forward(ctx: Any, mesh: DeviceMesh, *tensors: torch.Tensor) -> Any:
         ctx.mesh = mesh
         ctx.set_materialize_grads(False)
-        layout = replicate(mesh.ndim)
         return tuple(
-            sharded.wrap(tensor.detach(), ShardTensorSpec.of(mesh, layout, tensor.shape, tensor.dtype, tensor.stride()))
+            sharded.wrap(tensor.detach(), whole_spec(mesh, tensor.shape, tensor.dtype, tensor.stride()))
             for tensor in tensors
         )
 

@@ -8,12 +8,11 @@ import torch
 
 from shardtensor import comm
 from shardtensor.errors import LayoutError
-from shardtensor.spec import AxisLayout, Cut, Layout, Partial, Replicate, ShardTensorSpec, mesh_sizes
+from shardtensor.spec import REPLICATE, AxisLayout, Cut, Layout, Partial, Replicate, ShardTensorSpec, mesh_sizes
 
 __all__ = ["redistribute_local"]
 
 _REDUCE = {"sum": "sum", "avg": "sum", "max": "max", "min": "min", "product": "product"}
-_REPLICATE = Replicate()
 
 
 def redistribute_local(local: torch.Tensor, spec: ShardTensorSpec, layout: Layout) -> torch.Tensor:
@@ -37,7 +36,7 @@ def redistribute_local(local: torch.Tensor, spec: ShardTensorSpec, layout: Layou
     for axis, (have, want) in enumerate(zip(spec.layout, layout, strict=True)):
         changes = have != want and not isinstance(have, Replicate)
         if changes and (isinstance(want, Replicate) or _must_pass_whole(spec, layout, axis)):
-            local, spec = _step(local, spec, axis, _REPLICATE)
+            local, spec = _step(local, spec, axis, REPLICATE)
     for axis in _cut_order(layout):
         if spec.layout[axis] != layout[axis]:
             local, spec = _step(local, spec, axis, layout[axis])
@@ -82,15 +81,14 @@ def _step(
         case Cut(), Cut() if have.dim != want.dim:
             local = _move_cut(local, spec, target, axis)
         case _:
-            local, spec = _step(local, spec, axis, _REPLICATE)
+            local, spec = _step(local, spec, axis, REPLICATE)
             return _step(local, spec, axis, want)
     return local, target
 
 
-def _folded(local: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """The block with its cut dim seen as [outer, own size]: the own size then lies at ``cut.dim + 1``."""
-    outer = cut.outer
-    return local.reshape(*local.shape[: cut.dim], outer, local.shape[cut.dim] // max(outer, 1), *local.shape[cut.dim + 1 :])
+def _folded(local: torch.Tensor, cut: Cut, rows: int) -> torch.Tensor:
+    """The block with its cut dim seen as [outer, rows]: the rows then lie at ``cut.dim + 1``."""
+    return local.reshape(*local.shape[: cut.dim], cut.outer, rows, *local.shape[cut.dim + 1 :])
 
 
 def _group(spec: ShardTensorSpec, axis: int) -> str:
@@ -101,7 +99,7 @@ def _gather(local: torch.Tensor, spec: ShardTensorSpec, axis: int) -> torch.Tens
     cut = spec.local_cut(axis)
     if cut.outer == 1:
         return comm.all_gather(local, cut.dim, cut.sizes, _group(spec, axis))
-    folded = _folded(local, cut)
+    folded = _folded(local, cut, cut.sizes[spec.coordinate[axis]])
     return comm.all_gather(folded, cut.dim + 1, cut.sizes, _group(spec, axis)).flatten(cut.dim, cut.dim + 1)
 
 
@@ -110,7 +108,7 @@ def _slice(local: torch.Tensor, target: ShardTensorSpec, axis: int) -> torch.Ten
     start = sum(cut.sizes[:rank])
     if cut.outer == 1:
         return local.narrow(cut.dim, start, cut.sizes[rank])
-    return _folded(local, cut).narrow(cut.dim + 1, start, cut.sizes[rank]).flatten(cut.dim, cut.dim + 1)
+    return _folded(local, cut, sum(cut.sizes)).narrow(cut.dim + 1, start, cut.sizes[rank]).flatten(cut.dim, cut.dim + 1)
 
 
 def _reduce(local: torch.Tensor, spec: ShardTensorSpec, axis: int, op: str) -> torch.Tensor:
@@ -142,7 +140,8 @@ def _resize(local: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpec,
     windows = list(zip(edges, edges[1:], strict=False))
     if cut.outer == 1:
         return comm.halo_exchange(local, cut.dim, cut.sizes, windows, _group(spec, axis))
-    moved = comm.halo_exchange(_folded(local, cut), cut.dim + 1, cut.sizes, windows, _group(spec, axis))
+    folded = _folded(local, cut, cut.sizes[spec.coordinate[axis]])
+    moved = comm.halo_exchange(folded, cut.dim + 1, cut.sizes, windows, _group(spec, axis))
     return moved.flatten(cut.dim, cut.dim + 1)
 
 
@@ -153,8 +152,8 @@ def _move_cut(local: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpe
         return comm.all_to_all(local, want.dim, want.sizes, cut.dim, cut.sizes, group)
     # Fold the later dim first, so that the earlier dim keeps its place.
     first, last = sorted((cut, want), key=lambda item: item.dim)
-    folded = _folded(local, last)
-    folded = _folded(folded, first)
+    rows = {id(cut): cut.sizes[spec.coordinate[axis]], id(want): sum(want.sizes)}
+    folded = _folded(_folded(local, last, rows[id(last)]), first, rows[id(first)])
     place = {id(first): first.dim + 1, id(last): last.dim + 2}
     moved = comm.all_to_all(folded, place[id(want)], want.sizes, place[id(cut)], cut.sizes, group)
     return moved.flatten(last.dim + 1, last.dim + 2).flatten(first.dim, first.dim + 1)

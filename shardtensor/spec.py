@@ -14,6 +14,8 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from shardtensor.errors import LayoutError
 
 __all__ = [
+    "PENDING_SUM",
+    "REPLICATE",
     "Cut",
     "DeviceMesh",
     "Layout",
@@ -29,6 +31,7 @@ __all__ = [
     "mesh_coordinate",
     "mesh_sizes",
     "replicate",
+    "whole_spec",
 ]
 
 
@@ -65,13 +68,21 @@ class Cut:
 AxisLayout: TypeAlias = Cut | Replicate | Partial
 Layout: TypeAlias = tuple[AxisLayout, ...]
 
-_REPLICATE = Replicate()
+REPLICATE = Replicate()
+PENDING_SUM = Partial("sum")
+"""The objects that specs hold for these placements: comparing two distinct ones takes 2 us, one with itself nothing."""
+_SHARED = {Replicate: REPLICATE, Partial: PENDING_SUM}
+
+
+def _shared(entry: AxisLayout) -> AxisLayout:
+    known = _SHARED.get(type(entry))
+    return entry if known is None or known is entry or known != entry else known
 
 
 @lru_cache(maxsize=64)
 def replicate(ndim: int) -> Layout:
     """The layout that keeps the whole tensor on every rank of a mesh with ``ndim`` axes."""
-    return (_REPLICATE,) * ndim
+    return (REPLICATE,) * ndim
 
 
 @lru_cache(maxsize=256)
@@ -136,6 +147,7 @@ class ShardTensorSpec:
         shape, ranks = self.tensor_meta.shape, mesh_sizes(self.mesh)
         if len(self.layout) != len(ranks):
             raise LayoutError(f"a layout of {len(self.layout)} entries {self.layout} for a mesh with {len(ranks)} axes")
+        object.__setattr__(self, "layout", tuple(map(_shared, self.layout)))
         for axis, entry in enumerate(self.layout):
             if type(entry) is not Cut:
                 continue
@@ -326,7 +338,7 @@ class ShardTensorSpec:
         """The layout with pending reductions done: ``Partial`` becomes ``Replicate``."""
         if not self.partial_axes:
             return self.layout
-        return tuple(_REPLICATE if isinstance(entry, Partial) else entry for entry in self.layout)
+        return tuple(REPLICATE if isinstance(entry, Partial) else entry for entry in self.layout)
 
     @cached_property
     def _hash(self) -> int:
@@ -340,3 +352,9 @@ class ShardTensorSpec:
 
     def __reduce__(self) -> tuple[type, tuple[DeviceMesh, Layout, TensorMeta]]:
         return ShardTensorSpec, (self.mesh, self.layout, self.tensor_meta)
+
+
+@lru_cache(maxsize=1024)
+def whole_spec(mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...]) -> ShardTensorSpec:
+    """The spec of a tensor that every rank holds whole; one object for equal arguments, so that look-ups stay fast."""
+    return ShardTensorSpec.of(mesh, replicate(mesh.ndim), shape, dtype, stride)

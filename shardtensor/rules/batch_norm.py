@@ -16,15 +16,12 @@ from shardtensor.registry import rule
 from shardtensor.rules.layouts import local_in, mesh_of, replicated_result, resolved, spec_of
 from shardtensor.rules.moments import block_moments, merged_moments
 from shardtensor.rules.reduction import accumulation_dtype, reduce_over
-from shardtensor.spec import AxisLayout, Cut, Partial, Replicate, ShardTensorSpec
+from shardtensor.spec import PENDING_SUM, REPLICATE, AxisLayout, Cut, ShardTensorSpec, mesh_sizes
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["Channels"]
 
 aten = torch.ops.aten
-
-_REPLICATE = Replicate()
-_SUM = Partial("sum")
 
 
 class Channels(NamedTuple):
@@ -37,6 +34,7 @@ class Channels(NamedTuple):
         out: the result: the input's layout, row-major.
         channel: per channel values, [C], beside a block: statistics, weight and bias.
         pending: the same while the parts along ``axes`` wait to be summed.
+        whole: whether each block is the whole tensor.
     """
 
     dims: tuple[int, ...]
@@ -45,6 +43,7 @@ class Channels(NamedTuple):
     out: ShardTensorSpec
     channel: ShardTensorSpec
     pending: ShardTensorSpec
+    whole: bool
 
     def beside(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """The part of per-channel values that belongs to a block."""
@@ -61,16 +60,17 @@ def _channels(spec: ShardTensorSpec) -> Channels:
     pending: list[AxisLayout] = []
     for entry in spec.layout:
         dim = entry.dim if isinstance(entry, Cut) else None
-        channel.append(entry.moved(0) if isinstance(entry, Cut) and dim == 1 else _REPLICATE)
-        pending.append(channel[-1] if dim is None or dim == 1 else _SUM)
-    shape = spec.shape
+        channel.append(entry.moved(0) if isinstance(entry, Cut) and dim == 1 else REPLICATE)
+        pending.append(channel[-1] if dim is None or dim == 1 else PENDING_SUM)
+    shape, ranks = spec.shape, mesh_sizes(spec.mesh)
     return Channels(
         (0, *range(2, spec.ndim)),
-        tuple(axis for axis, cut in spec.cuts if cut.dim != 1),
+        tuple(axis for axis, cut in spec.cuts if cut.dim != 1 and ranks[axis] > 1),
         shape[0] * shape[2:].numel(),
         ShardTensorSpec.of(spec.mesh, spec.layout, shape, spec.dtype),
         ShardTensorSpec.of(spec.mesh, tuple(channel), shape[1:2], spec.dtype),
         ShardTensorSpec.of(spec.mesh, tuple(pending), shape[1:2], spec.dtype),
+        all(ranks[axis] == 1 for axis, _ in spec.cuts),
     )
 
 
@@ -114,6 +114,10 @@ def _training(
     eps: float,
     plan: Channels,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if plan.whole:
+        running_mean, running_var = (plan.beside(running) for running in (running_mean, running_var))
+        found = torch.native_batch_norm(block, weight, bias, running_mean, running_var, True, momentum, eps)
+        return wrap(found[0].contiguous(), plan.out), wrap(found[1], plan.channel), wrap(found[2], plan.channel)
     centred, own_mean, squares = block_moments(block, plan.dims)
     mean, squares = merged_moments(own_mean, squares, plan.out, plan.dims, plan.axes)
     _update(running_mean, mean.flatten(), momentum, plan)
@@ -137,7 +141,7 @@ def _update(running: torch.Tensor | None, values: torch.Tensor, momentum: float,
     if isinstance(running, ShardTensor):
         kept, layout = running._local_tensor, running._spec.layout
     values = redistribute_local(values, plan.channel, layout).to(kept.dtype)
-    kept.mul_(1 - momentum).add_(values, alpha=momentum)
+    kept.lerp_(values, momentum)
 
 
 @rule(aten.native_batch_norm_backward.default)

@@ -11,14 +11,13 @@ from shardtensor.redistribute import redistribute_local
 from shardtensor.registry import rule
 from shardtensor.rules.layouts import resolved
 from shardtensor.rules.reduction import Dims, Reduced, reduce_over, reduced
-from shardtensor.spec import Cut, Layout, Replicate, ShardTensorSpec, mesh_sizes, replicate
+from shardtensor.spec import REPLICATE, Cut, Layout, ShardTensorSpec, mesh_sizes, replicate
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["highest", "lowest"]
 
 aten = torch.ops.aten
 
-_REPLICATE = Replicate()
 _NOWHERE = torch.iinfo(torch.int64).max
 
 
@@ -131,7 +130,7 @@ def _extreme_along(tensor: ShardTensor, dim: int, keepdim: bool, op: str) -> tup
 def _rows(spec: ShardTensorSpec, dim: int) -> torch.Tensor:
     """The places in the whole tensor of this rank's rows along ``dim``."""
     layout: Layout = tuple(
-        entry.moved(0) if isinstance(entry, Cut) and entry.dim == dim else _REPLICATE for entry in spec.layout
+        entry.moved(0) if isinstance(entry, Cut) and entry.dim == dim else REPLICATE for entry in spec.layout
     )
     rows = ShardTensorSpec.of(spec.mesh, replicate(len(layout)), spec.shape[dim : dim + 1], torch.int64)
     return redistribute_local(torch.arange(spec.shape[dim]), rows, layout)

@@ -12,15 +12,12 @@ from shardtensor.registry import rule
 from shardtensor.rules.layouts import local_in, mesh_of, resolved, spec_of, uncut
 from shardtensor.rules.moments import block_moments, merged_moments
 from shardtensor.rules.reduction import accumulation_dtype, reduce_over
-from shardtensor.spec import AxisLayout, Cut, Layout, Partial, Replicate, ShardTensorSpec
+from shardtensor.spec import PENDING_SUM, REPLICATE, AxisLayout, Cut, Layout, ShardTensorSpec, mesh_sizes
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["Groups"]
 
 aten = torch.ops.aten
-
-_REPLICATE = Replicate()
-_SUM = Partial("sum")
 
 
 class Groups(NamedTuple):
@@ -78,13 +75,14 @@ def _groups(spec: ShardTensorSpec, groups: int) -> Groups:
         if isinstance(entry, Cut) and dim == 1:
             statistics.append(Cut(1, tuple(size // width for size in entry.sizes)))
         else:
-            statistics.append(entry if dim == 0 else _REPLICATE)
-        affine.append(entry.moved(0) if isinstance(entry, Cut) and dim == 1 else _REPLICATE)
-        grads.append(affine[-1] if dim is None or dim == 1 else _SUM)
+            statistics.append(entry if dim == 0 else REPLICATE)
+        affine.append(entry.moved(0) if isinstance(entry, Cut) and dim == 1 else REPLICATE)
+        grads.append(affine[-1] if dim is None or dim == 1 else PENDING_SUM)
     local = spec.local_shape
+    ranks = mesh_sizes(spec.mesh)
     return Groups(
         tuple(range(2, spec.ndim)),
-        tuple(axis for axis, cut in spec.cuts if cut.dim > 1),
+        tuple(axis for axis, cut in spec.cuts if cut.dim > 1 and ranks[axis] > 1),
         local[0],
         local[1] // width,
         width,

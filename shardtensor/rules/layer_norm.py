@@ -12,15 +12,12 @@ from shardtensor.registry import rule
 from shardtensor.rules.layouts import local_in, mesh_of, resolved, spec_of
 from shardtensor.rules.moments import block_moments, merged_moments
 from shardtensor.rules.reduction import accumulation_dtype, reduce_over
-from shardtensor.spec import AxisLayout, Cut, Layout, Partial, Replicate, ShardTensorSpec
+from shardtensor.spec import PENDING_SUM, REPLICATE, AxisLayout, Cut, Layout, ShardTensorSpec, mesh_sizes
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["Rows"]
 
 aten = torch.ops.aten
-
-_REPLICATE = Replicate()
-_SUM = Partial("sum")
 
 
 class Rows(NamedTuple):
@@ -53,14 +50,15 @@ def _rows(spec: ShardTensorSpec, normalized: int) -> Rows:
     statistics: list[AxisLayout] = []
     for entry in spec.layout:
         inside = isinstance(entry, Cut) and entry.dim >= first
-        along = entry.moved(entry.dim - first) if isinstance(entry, Cut) and inside else _REPLICATE
+        along = entry.moved(entry.dim - first) if isinstance(entry, Cut) and inside else REPLICATE
         affine.append(along)
-        grads.append(_SUM if isinstance(entry, Cut) and not inside else along)
-        statistics.append(_REPLICATE if inside else entry)
+        grads.append(PENDING_SUM if isinstance(entry, Cut) and not inside else along)
+        statistics.append(REPLICATE if inside else entry)
     shape, dtype = spec.shape, spec.dtype
+    ranks = mesh_sizes(spec.mesh)
     return Rows(
         tuple(range(first, spec.ndim)),
-        tuple(axis for axis, cut in spec.cuts if cut.dim >= first),
+        tuple(axis for axis, cut in spec.cuts if cut.dim >= first and ranks[axis] > 1),
         shape[first:].numel(),
         ShardTensorSpec.of(spec.mesh, spec.layout, shape, dtype),
         ShardTensorSpec.of(spec.mesh, tuple(statistics), (*shape[:first], *(1,) * normalized), dtype),

@@ -9,14 +9,15 @@ import torch
 
 from shardtensor.redistribute import redistribute_local
 from shardtensor.spec import (
+    REPLICATE,
     AxisLayout,
     Cut,
     DeviceMesh,
     Layout,
     Partial,
-    Replicate,
     ShardTensorSpec,
     replicate,
+    whole_spec,
 )
 from shardtensor.tensor import ShardTensor, wrap
 
@@ -32,8 +33,6 @@ __all__ = [
     "uncut",
     "whole",
 ]
-
-_REPLICATE = Replicate()
 
 
 def mesh_of(*args: Any) -> DeviceMesh:
@@ -52,13 +51,15 @@ def spec_of(tensor: torch.Tensor, mesh: DeviceMesh) -> ShardTensorSpec:
     """The layout of an argument; a plain tensor is the same on every rank."""
     if isinstance(tensor, ShardTensor):
         return tensor._spec
-    return ShardTensorSpec.of(mesh, replicate(mesh.ndim), tensor.shape, tensor.dtype, tensor.stride())
+    return whole_spec(mesh, tensor.shape, tensor.dtype, tensor.stride())
 
 
 def local_in(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
     """This rank's block of an argument (sharded or plain), brought to ``layout``."""
-    local = tensor._local_tensor if isinstance(tensor, ShardTensor) else tensor
-    return redistribute_local(local, spec_of(tensor, mesh), layout)
+    if isinstance(tensor, ShardTensor):
+        spec = tensor._spec
+        return tensor._local_tensor if spec.layout == layout else redistribute_local(tensor._local_tensor, spec, layout)
+    return tensor if layout == replicate(len(layout)) else redistribute_local(tensor, spec_of(tensor, mesh), layout)
 
 
 def aligned(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> ShardTensor:
@@ -77,8 +78,7 @@ def uncut(tensor: ShardTensor, dims: Iterable[int]) -> ShardTensor:
     """The tensor with pending reductions done and ``dims`` (>= 0) whole on every rank; other cuts stay."""
     wanted = set(dims)
     layout = tuple(
-        _REPLICATE if isinstance(entry, Cut) and entry.dim in wanted else entry
-        for entry in tensor._spec.resolved_layout
+        REPLICATE if isinstance(entry, Cut) and entry.dim in wanted else entry for entry in tensor._spec.resolved_layout
     )
     return aligned(tensor, layout, tensor._spec.mesh)
 
@@ -90,7 +90,7 @@ def whole(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def replicated_result(local: torch.Tensor, mesh: DeviceMesh) -> ShardTensor:
     """A result that every rank computed whole."""
-    return wrap(local, ShardTensorSpec.of(mesh, replicate(mesh.ndim), local.shape, local.dtype, local.stride()))
+    return wrap(local, whole_spec(mesh, local.shape, local.dtype, local.stride()))
 
 
 def common_layout(specs: Sequence[ShardTensorSpec], shape: Sequence[int]) -> Layout:
@@ -98,7 +98,7 @@ def common_layout(specs: Sequence[ShardTensorSpec], shape: Sequence[int]) -> Lay
 
     The operand with the most cuts, then the largest, leads; axes that it leaves whole follow the others.
     """
-    layout: list[AxisLayout] = [_REPLICATE] * len(specs[0].layout)
+    layout: list[AxisLayout] = [REPLICATE] * len(specs[0].layout)
     for spec in sorted(specs, key=lambda spec: (-len(spec.cuts), -spec.shape.numel())):
         offset = len(shape) - spec.ndim
         taken = {entry.dim for entry in layout if isinstance(entry, Cut)}
@@ -118,7 +118,7 @@ def operand_layout(layout: Layout, spec: ShardTensorSpec, shape: Sequence[int]) 
         if isinstance(entry, Cut):
             dim = entry.dim - offset
             if dim < 0 or spec.shape[dim] != shape[entry.dim]:
-                entries.append(_REPLICATE)
+                entries.append(REPLICATE)
                 continue
             entry = entry.moved(dim) if offset else entry
         entries.append(entry)

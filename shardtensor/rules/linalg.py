@@ -12,17 +12,24 @@ from typing import NamedTuple
 
 import torch
 
+from shardtensor.redistribute import redistribute_local
 from shardtensor.registry import rule
-from shardtensor.rules.layouts import local_in, mesh_of, operand_layout, spec_of
-from shardtensor.spec import AxisLayout, Cut, Layout, Partial, Replicate, ShardTensorSpec, contiguous_stride
+from shardtensor.rules.layouts import mesh_of, operand_layout, spec_of
+from shardtensor.spec import (
+    PENDING_SUM,
+    REPLICATE,
+    AxisLayout,
+    Cut,
+    Layout,
+    Partial,
+    ShardTensorSpec,
+    contiguous_stride,
+)
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["product"]
 
 aten = torch.ops.aten
-
-_REPLICATE = Replicate()
-_SUM = Partial("sum")
 
 
 class Product(NamedTuple):
@@ -32,6 +39,7 @@ class Product(NamedTuple):
         left, right: layouts that the operands are brought to.
         spec: the result.
         still_left, still_right: dims of the operands that are expanded and kept: their rows are all the same.
+        moves: whether an operand lies otherwise.
     """
 
     left: Layout
@@ -39,6 +47,7 @@ class Product(NamedTuple):
     spec: ShardTensorSpec
     still_left: tuple[int, ...]
     still_right: tuple[int, ...]
+    moves: bool
 
 
 @lru_cache(maxsize=4096)
@@ -54,21 +63,22 @@ def _plan(a: ShardTensorSpec, b: ShardTensorSpec, left: str, right: str, out: st
         lead = _lead(a, b, left, right, letter, axis)
         if letter and taken.setdefault(letter, lead) != lead:
             # Both operands cut this letter along different axes, each in its own way: one of the two cuts goes.
-            want_a, want_b, letter = _REPLICATE, _REPLICATE, ""
+            want_a, want_b, letter = REPLICATE, REPLICATE, ""
         layouts_a.append(want_a)
         layouts_b.append(want_b)
         cut = want_a if isinstance(want_a, Cut) else want_b
         if letter and letter in out and isinstance(cut, Cut):
             result.append(cut.moved(out.index(letter)))
         else:
-            result.append(_SUM if letter or _SUM in (want_a, want_b) else _REPLICATE)
+            result.append(PENDING_SUM if letter or PENDING_SUM in (want_a, want_b) else REPLICATE)
     still_a = _still(a, left, right, out, layouts_a)
     still_b = _still(b, right, left, out, layouts_b)
     still = {left[dim] for dim in still_a} | {right[dim] for dim in still_b}
     stored = contiguous_stride([1 if letter in still else shape[letter] for letter in out])
     stride = tuple(0 if letter in still else step for letter, step in zip(out, stored, strict=True))
     spec = ShardTensorSpec.of(a.mesh, tuple(result), [shape[letter] for letter in out], a.dtype, stride)
-    return Product(tuple(layouts_a), tuple(layouts_b), spec, still_a, still_b)
+    moves = (a.layout, b.layout) != (tuple(layouts_a), tuple(layouts_b))
+    return Product(tuple(layouts_a), tuple(layouts_b), spec, still_a, still_b, moves)
 
 
 def _letter(entry: AxisLayout, letters: str) -> str:
@@ -116,13 +126,13 @@ def _meet(
             return along(letter, theirs)
     if letter_a in shared or letter_b in shared:
         # Contracted here, kept there: the contracted one becomes whole, the result is cut like the other.
-        return (_REPLICATE, theirs) if letter_a in shared else (mine, _REPLICATE)
+        return (REPLICATE, theirs) if letter_a in shared else (mine, REPLICATE)
     if letter_a and letter_b:
-        return (_REPLICATE, theirs) if _size(a) < _size(b) else (mine, _REPLICATE)
+        return (REPLICATE, theirs) if _size(a) < _size(b) else (mine, REPLICATE)
     if isinstance(mine, Partial) and isinstance(theirs, Partial):
-        return (_REPLICATE, theirs) if _size(a) < _size(b) else (mine, _REPLICATE)
+        return (REPLICATE, theirs) if _size(a) < _size(b) else (mine, REPLICATE)
     if letter_a or letter_b:
-        return (mine, _REPLICATE) if letter_a else (_REPLICATE, theirs)
+        return (mine, REPLICATE) if letter_a else (REPLICATE, theirs)
     return mine, theirs
 
 
@@ -142,7 +152,7 @@ def _moving_pays(contracted: ShardTensorSpec, other: ShardTensorSpec, axis: int)
 
 
 def _sums_only(entry: AxisLayout) -> AxisLayout:
-    return _REPLICATE if isinstance(entry, Partial) and entry != _SUM else entry
+    return REPLICATE if isinstance(entry, Partial) and entry != PENDING_SUM else entry
 
 
 def product(
@@ -162,17 +172,33 @@ def product(
         added: broadcast to the result and added to it; where the result is a pending sum, by one rank only.
     """
     mesh = mesh_of(a, b, added)
-    plan = _plan(spec_of(a, mesh), spec_of(b, mesh), left, right, out)
+    spec_a, spec_b = spec_of(a, mesh), spec_of(b, mesh)
+    plan = _plan(spec_a, spec_b, left, right, out)
     spec = plan.spec
-    local_a, local_b = local_in(a, plan.left, mesh), local_in(b, plan.right, mesh)
+    local_a = a._local_tensor if isinstance(a, ShardTensor) else a
+    local_b = b._local_tensor if isinstance(b, ShardTensor) else b
+    if plan.moves:
+        local_a = redistribute_local(local_a, spec_a, plan.left)
+        local_b = redistribute_local(local_b, spec_b, plan.right)
     if added is not None:
-        spec = spec if spec.is_plain else _dense(spec)
-        bias = local_in(added, operand_layout(spec.layout, spec_of(added, mesh), spec.shape), mesh)
-        return wrap(function(bias, local_a, local_b), spec)
+        spec = _dense(spec) if plan.still_left or plan.still_right else spec
+        return wrap(function(_bias(added, spec), local_a, local_b), spec)
     if plan.still_left or plan.still_right:
         local_a, local_b = _one_row(local_a, plan.still_left), _one_row(local_b, plan.still_right)
         return wrap(function(local_a, local_b).expand(spec.local_shape), spec)
     return wrap(function(local_a, local_b), spec)
+
+
+def _bias(added: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
+    """What is added to a block of the product."""
+    own = spec_of(added, spec.mesh)
+    local = added._local_tensor if isinstance(added, ShardTensor) else added
+    return redistribute_local(local, own, _bias_layout(own, spec))
+
+
+@lru_cache(maxsize=1024)
+def _bias_layout(own: ShardTensorSpec, result: ShardTensorSpec) -> Layout:
+    return operand_layout(result.layout, own, result.shape)
 
 
 @lru_cache(maxsize=1024)

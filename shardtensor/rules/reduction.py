@@ -13,13 +13,15 @@ from shardtensor.errors import OpError
 from shardtensor.registry import rule
 from shardtensor.rules.layouts import aligned, resolved
 from shardtensor.spec import (
+    PENDING_SUM,
+    REPLICATE,
     AxisLayout,
     Cut,
     Layout,
     Partial,
-    Replicate,
     ShardTensorSpec,
     contiguous_stride,
+    mesh_sizes,
 )
 from shardtensor.tensor import ShardTensor, wrap
 
@@ -29,9 +31,6 @@ aten = torch.ops.aten
 
 Dims: TypeAlias = Sequence[int] | int | None
 """Dims as reductions take them: one, several, or None for all."""
-
-_REPLICATE = Replicate()
-_SUM = Partial("sum")
 
 
 class Reduced(NamedTuple):
@@ -74,7 +73,8 @@ def _reduced(spec: ShardTensorSpec, dims: tuple[int, ...] | None, keepdim: bool)
     meta = spec.tensor_meta
     ndim = len(meta.shape)
     found = tuple(range(ndim)) if dims is None else _normalized(dims, ndim)
-    axes = tuple(axis for axis, cut in spec.cuts if cut.dim in found)
+    ranks = mesh_sizes(spec.mesh)
+    axes = tuple(axis for axis, cut in spec.cuts if cut.dim in found and ranks[axis] > 1)
     place, kept = {}, 0
     for dim in range(ndim):
         place[dim] = dim if keepdim else kept
@@ -85,8 +85,8 @@ def _reduced(spec: ShardTensorSpec, dims: tuple[int, ...] | None, keepdim: bool)
         if not isinstance(entry, Cut):
             settled.append(entry)
         else:
-            settled.append(_REPLICATE if entry.dim in found else entry.moved(place[entry.dim]))
-    waiting = tuple(_SUM if axis in axes else entry for axis, entry in enumerate(settled))
+            settled.append(REPLICATE if entry.dim in found else entry.moved(place[entry.dim]))
+    waiting = tuple(PENDING_SUM if axis in axes else entry for axis, entry in enumerate(settled))
     count = 1
     for dim in found:
         count *= meta.shape[dim]
@@ -124,10 +124,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def _summable(tensor: ShardTensor) -> ShardTensor:
     """The tensor with pending reductions other than sums done."""
     spec = tensor._spec
-    if not spec.partial_axes or all(spec.layout[axis] == _SUM for axis in spec.partial_axes):
+    if not spec.partial_axes or all(spec.layout[axis] == PENDING_SUM for axis in spec.partial_axes):
         return tensor
     layout: Layout = tuple(
-        _REPLICATE if isinstance(entry, Partial) and entry != _SUM else entry for entry in spec.layout
+        REPLICATE if isinstance(entry, Partial) and entry != PENDING_SUM else entry for entry in spec.layout
     )
     return aligned(tensor, layout, spec.mesh)
 
@@ -186,11 +186,15 @@ def _mean(tensor: ShardTensor, dims: Dims, keepdim: bool, dtype: torch.dtype | N
         raise OpError(f"mean of {target}: means are floating or complex; pass dtype=torch.float32 or convert first")
     spec = tensor._spec
     plan = reduced(spec, dims, keepdim)
-    if spec.is_plain and not plan.axes:
+    if not spec.is_plain:
+        total = _sum_of_rows(tensor, dims, keepdim, accumulation_dtype(target), plan.elements)
+        return wrap(total._local_tensor.to(target), total._spec)
+    if not plan.axes:
         return wrap(torch.mean(tensor._local_tensor, plan.dims, keepdim, dtype=dtype), plan.pending)
     # Each rank divides its own sum by the whole count: an empty block among others brings zero.
-    total = _sum_of_rows(tensor, dims, keepdim, accumulation_dtype(target), plan.elements)
-    return wrap(total._local_tensor.to(target), total._spec)
+    part = torch.sum(tensor._local_tensor, plan.dims, keepdim, dtype=accumulation_dtype(target))
+    part = part.div_(plan.elements) if plan.elements else part.fill_(torch.nan)
+    return wrap(part.to(target), plan.pending)
 
 
 @rule(aten.mean.default)
