@@ -174,6 +174,20 @@ def diagonal(self: ShardTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -
     return wrap(local, _diagonal(self._spec, offset, *pair))
 
 
+@rule(aten.diagonal_backward.default)
+def diagonal_backward(grad: ShardTensor, input_sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> ShardTensor:
+    """The gradient on the diagonal of two dims, zeros elsewhere."""
+    ndim = len(input_sizes)
+    pair = counted(dim1, ndim), counted(dim2, ndim)
+    grad = uncut(grad, [ndim - 2])
+    kept = [dim for dim in range(ndim) if dim not in pair]
+    layout = moved_dims(grad._spec.layout, lambda dim: kept[dim])
+    spec = ShardTensorSpec.of(grad._spec.mesh, layout, input_sizes, grad._spec.dtype)
+    out = grad._local_tensor.new_zeros(spec.local_shape)
+    out.diagonal(offset, dim1, dim2).copy_(grad._local_tensor)
+    return wrap(out, spec)
+
+
 @lru_cache(maxsize=1024)
 def _diagonal(spec: ShardTensorSpec, offset: int, dim1: int, dim2: int) -> ShardTensorSpec:
     meta = torch.empty_strided(spec.shape, spec.tensor_meta.stride, device="meta").diagonal(offset, dim1, dim2)

@@ -11,13 +11,13 @@ from shardtensor.registry import rule
 from shardtensor.rules.layouts import aligned, local_in, mesh_of, spec_of
 from shardtensor.rules.take import index_select
 from shardtensor.rules.view import reshaped
-from shardtensor.spec import AxisLayout, Cut, Layout, Partial, Replicate, ShardTensorSpec
+from shardtensor.spec import REPLICATE, AxisLayout, Cut, Layout, Partial, ShardTensorSpec
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["embedding"]
 
 aten = torch.ops.aten
-_REPLICATE = Replicate()
+
 _SUM = Partial("sum")
 
 
@@ -30,7 +30,7 @@ def _forward(weight: ShardTensorSpec, indices: ShardTensorSpec) -> tuple[Layout,
     for own, entry in zip(weight.resolved_layout, indices.resolved_layout, strict=True):
         columns = isinstance(own, Cut)
         ours.append(own)
-        numbers.append(_REPLICATE if columns else entry)
+        numbers.append(REPLICATE if columns else entry)
         result.append(own.moved(indices.ndim) if isinstance(own, Cut) else entry)
     shape = (*indices.shape, weight.shape[1])
     return tuple(ours), tuple(numbers), ShardTensorSpec.of(weight.mesh, tuple(result), shape, weight.dtype)
@@ -65,15 +65,15 @@ def _backward(grad: ShardTensorSpec, indices: ShardTensorSpec) -> tuple[Layout, 
     for own, entry in zip(grad.resolved_layout, indices.resolved_layout, strict=True):
         if isinstance(own, Cut) and own.dim == last and not isinstance(entry, Cut):
             theirs.append(own)
-            numbers.append(_REPLICATE)
+            numbers.append(REPLICATE)
             result.append(own.moved(1))
             continue
         shared = entry if isinstance(entry, Cut) else own
         if isinstance(shared, Cut) and shared.dim == last:
-            shared = _REPLICATE
+            shared = REPLICATE
         theirs.append(shared)
         numbers.append(shared)
-        result.append(_SUM if isinstance(shared, Cut) else _REPLICATE)
+        result.append(_SUM if isinstance(shared, Cut) else REPLICATE)
     return tuple(theirs), tuple(numbers), tuple(result)
 
 
@@ -85,7 +85,7 @@ def embedding_dense_backward(
     mesh = mesh_of(grad_output, indices)
     theirs, numbers, layout = _backward(spec_of(grad_output, mesh), spec_of(indices, mesh))
     if scale_grad_by_freq:  # needs how often each index occurs on all ranks
-        theirs = numbers = layout = (_REPLICATE,) * mesh.ndim
+        theirs = numbers = layout = (REPLICATE,) * mesh.ndim
     local, index = local_in(grad_output, theirs, mesh), local_in(indices, numbers, mesh)
     columns = local.shape[-1]
     if prod(local.shape):

@@ -12,18 +12,15 @@ from typing import Any
 
 import torch
 
-from shardtensor.errors import OpError
 from shardtensor.registry import rule
-from shardtensor.rules.layouts import replicated_result, whole
 from shardtensor.rules.memory import in_backward, recall
 from shardtensor.rules.pointwise import dense_stride, formatted
-from shardtensor.spec import AxisLayout, Cut, Layout, Replicate, ShardTensorSpec, contiguous_stride
+from shardtensor.spec import REPLICATE, AxisLayout, Cut, Layout, ShardTensorSpec, contiguous_stride
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["fresh_spec"]
 
 aten = torch.ops.aten
-_REPLICATE = Replicate()
 
 
 def fresh_spec(model: ShardTensorSpec, shape: torch.Size, stride: tuple[int, ...] | None = None) -> ShardTensorSpec:
@@ -40,7 +37,7 @@ def _shared(model: ShardTensorSpec, shape: torch.Size, stride: tuple[int, ...] |
     def kept(entry: AxisLayout) -> bool:
         return isinstance(entry, Cut) and len(shape) == model.ndim and shape[entry.dim] == model.shape[entry.dim]
 
-    layout: Layout = tuple(entry if kept(entry) else _REPLICATE for entry in model.layout)
+    layout: Layout = tuple(entry if kept(entry) else REPLICATE for entry in model.layout)
     return ShardTensorSpec.of(model.mesh, layout, shape, model.dtype, stride)
 
 
@@ -116,22 +113,3 @@ for _function, _ops in ((like, LIKE), (alias, ALIASES)):
         _entry = partial(_function, _op)
         _entry.__module__ = __name__
         rule(_op)(_entry)
-
-
-@rule(aten.as_strided.default)
-def as_strided(
-    self: ShardTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> ShardTensor:
-    """The tensor itself where size and stride are its own; otherwise a copy made of the whole tensor."""
-    spec = self._spec
-    if tuple(size) == tuple(spec.shape) and tuple(stride) == spec.tensor_meta.stride and not storage_offset:
-        return alias(aten.alias.default, self)
-    if not spec.is_dense:
-        raise OpError(
-            f"as_strided needs a tensor without repeated or skipped elements, got strides {spec.tensor_meta.stride} "
-            f"for {tuple(spec.shape)}: call contiguous() first, or use view, permute and slices"
-        )
-    stored = self._local_tensor.new_empty_strided(spec.shape, spec.tensor_meta.stride)
-    stored.copy_(whole(self, spec.mesh))
-    picked = aten.as_strided.default(stored, size, stride, storage_offset)
-    return replicated_result(picked.clone(), spec.mesh)

@@ -15,11 +15,11 @@ import torch
 from shardtensor.rules.layouts import common_layout, local_in, operand_layout, spec_of, whole
 from shardtensor.rules.slices import one_cut_layout
 from shardtensor.rules.take import Rows, rows_of
-from shardtensor.spec import AxisLayout, Cut, DeviceMesh, Partial, Replicate, ShardTensorSpec
+from shardtensor.spec import REPLICATE, AxisLayout, Cut, DeviceMesh, Partial, Replicate, ShardTensorSpec
 
 __all__ = ["MASKS", "IndexPlan", "as_numbers", "blocks_of", "index_plan", "only_mask", "own_rows"]
 
-_REPLICATE = Replicate()
+
 _SUM = Partial("sum")
 MASKS = (torch.bool, torch.uint8)
 
@@ -59,7 +59,7 @@ class IndexPlan:
         result: list[AxisLayout] = list(source)
         for axis, entry in enumerate(source):
             if isinstance(entry, Cut):
-                numbers[axis] = _REPLICATE
+                numbers[axis] = REPLICATE
                 place = 0 if entry.dim in self.dims else kept.index(entry.dim)
                 place += len(self.shape) * (place >= self.at)
                 result[axis] = _SUM if entry.dim in self.dims else entry.moved(place)
@@ -84,14 +84,14 @@ class IndexPlan:
         rest = self.shape[1:].numel()
         first = index.layout[axis]
         along = isinstance(first, Cut) and first.dim == 0 and first.outer == 1 and len(index.axes_of(0)) == 1
-        layout = tuple(first if at == axis and along else _REPLICATE for at in range(len(numbers)))
+        layout = tuple(first if at == axis and along else REPLICATE for at in range(len(numbers)))
         plan = rows_of(
             spec.with_layout(self.source), dim, ShardTensorSpec.of(spec.mesh, layout, self.shape[:1], index.dtype)
         )
         numbers[:] = layout
         for at, entry in enumerate(self.source):
             if isinstance(entry, Replicate):
-                result[at] = _REPLICATE
+                result[at] = REPLICATE
         result[axis] = Cut(self.at, plan.parts)
         parts = tuple(size * rest for size in plan.parts)
         taken = tuple(Cut(dim, parts) if at == axis else entry for at, entry in enumerate(plan.taken))

@@ -19,7 +19,7 @@ from shardtensor.rules.dims import counted, moved_dims, unsqueeze
 from shardtensor.rules.layouts import common_layout, local_in, mesh_of, spec_of, uncut
 from shardtensor.rules.memory import recall, remember
 from shardtensor.rules.slices import one_cut, slice_
-from shardtensor.spec import AxisLayout, Cut, Layout, Replicate, ShardTensorSpec, even_sizes, mesh_sizes
+from shardtensor.spec import REPLICATE, AxisLayout, Cut, Layout, Replicate, ShardTensorSpec, even_sizes, mesh_sizes
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["cat"]
@@ -27,7 +27,6 @@ __all__ = ["cat"]
 aten = torch.ops.aten
 _cat_op = aten.cat.default._op
 _split_op = aten.split_with_sizes.default._op
-_REPLICATE = Replicate()
 
 
 def _is_legacy_empty(tensor: torch.Tensor) -> bool:
@@ -47,7 +46,7 @@ def _other_dims(specs: tuple[ShardTensorSpec, ...], dim: int) -> Layout:
 
 
 def _without(layout: Layout, dim: int) -> Layout:
-    return tuple(_REPLICATE if isinstance(entry, Cut) and entry.dim == dim else entry for entry in layout)
+    return tuple(REPLICATE if isinstance(entry, Cut) and entry.dim == dim else entry for entry in layout)
 
 
 def _axis_along(specs: Sequence[ShardTensorSpec], dim: int, layout: Layout) -> int | None:

@@ -20,11 +20,11 @@ from shardtensor.rules.memory import remember
 from shardtensor.rules.view import reshaped
 from shardtensor.rules.writing import write_back
 from shardtensor.spec import (
+    REPLICATE,
     AxisLayout,
     Cut,
     DeviceMesh,
     Layout,
-    Replicate,
     ShardTensorSpec,
     even_sizes,
     mesh_sizes,
@@ -35,7 +35,6 @@ from shardtensor.tensor import ShardTensor, wrap
 __all__ = ["masked", "put_masked"]
 
 aten = torch.ops.aten
-_REPLICATE = Replicate()
 
 
 class _Plan(NamedTuple):
@@ -61,8 +60,8 @@ def _plan(spec: ShardTensorSpec, mask: ShardTensorSpec, dim: int) -> _Plan:
             candidates.append((axis, entry))
         elif isinstance(other, Cut):
             candidates.append((axis, other.moved(other.dim + dim)))
-        source.append(_REPLICATE)
-    theirs: list[AxisLayout] = [_REPLICATE] * len(source)
+        source.append(REPLICATE)
+    theirs: list[AxisLayout] = [REPLICATE] * len(source)
     if not candidates:
         return _Plan(tuple(source), tuple(theirs), None)
     axis, cut = next(((at, c) for at, c in candidates if c.dim == dim and c.outer == 1), candidates[0])

@@ -16,6 +16,7 @@ import torch
 
 from shardtensor.errors import LayoutError
 from shardtensor.spec import (
+    REPLICATE,
     AxisLayout,
     Cut,
     Layout,
@@ -27,8 +28,6 @@ from shardtensor.spec import (
 )
 
 __all__ = ["Recut", "Regrouped", "regroup", "snapped"]
-
-_REPLICATE = Replicate()
 
 
 class Group(NamedTuple):
@@ -109,7 +108,7 @@ def _fitted(flat: Cut, lengths: Sequence[int], ranks: int) -> tuple[AxisLayout, 
     if place is None:  # rows of one repeat straddle rows of the new dims: start over with a cut of the first long dim
         dim = next((dim for dim, length in enumerate(lengths) if length > 1), None)
         if dim is None:
-            return _REPLICATE, _REPLICATE
+            return REPLICATE, REPLICATE
         sizes, inner = even_sizes(lengths[dim], ranks), prod(lengths[dim + 1 :])
         return Cut(dim, sizes), Cut(0, tuple(size * inner for size in sizes))
     dim, outer = place
@@ -128,7 +127,7 @@ def _empty(spec: ShardTensorSpec, shape: torch.Size) -> Layout:
             if shape[: entry.dim + 1] == old[: entry.dim + 1]:
                 layout.append(entry)
                 continue
-            layout.append(entry.moved(back + len(shape)) if shape[back:] == old[back:] else _REPLICATE)
+            layout.append(entry.moved(back + len(shape)) if shape[back:] == old[back:] else REPLICATE)
             continue
         layout.append(entry)
     return tuple(layout)
@@ -154,7 +153,7 @@ def _mapped(spec: ShardTensorSpec, shape: torch.Size) -> tuple[Layout, Recut | N
         if isinstance(entry, Cut):
             entry = entry.moved(entry.dim + group.new[0])
             if any(entry.dim == other.dim and not _nest(entry, other) for other in placed):
-                entry, needed = _REPLICATE, _REPLICATE
+                entry, needed = REPLICATE, REPLICATE
             else:
                 placed.append(entry)
         layout[axis], have[axis] = entry, flat.moved(at)

@@ -17,14 +17,13 @@ from shardtensor.rules.aliasing import moved
 from shardtensor.rules.dims import counted, moved_dims
 from shardtensor.rules.layouts import aligned, local_in, resolved, uncut
 from shardtensor.rules.memory import recall, remember
-from shardtensor.spec import Cut, Layout, Replicate, ShardTensorSpec, even_sizes, mesh_sizes
+from shardtensor.spec import REPLICATE, Cut, Layout, ShardTensorSpec, even_sizes, mesh_sizes
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["Sliced", "one_cut", "one_cut_layout", "slice_", "sliced"]
 
 aten = torch.ops.aten
 _slice_op = aten.slice.Tensor._op  # past the Python call of OpOverload: 0.5 us
-_REPLICATE = Replicate()
 
 
 class Sliced(NamedTuple):
@@ -49,7 +48,7 @@ def one_cut_layout(spec: ShardTensorSpec, dim: int) -> Layout:
     axes = spec.axes_of(dim)
     if not axes or (len(axes) == 1 and spec.cut_of(dim).outer == 1):  # type: ignore[union-attr]
         return spec.layout
-    layout = [_REPLICATE if axis in axes else entry for axis, entry in enumerate(spec.layout)]
+    layout = [REPLICATE if axis in axes else entry for axis, entry in enumerate(spec.layout)]
     layout[axes[0]] = Cut(dim, even_sizes(spec.shape[dim], mesh_sizes(spec.mesh)[axes[0]]))
     return tuple(layout)
 
@@ -142,7 +141,7 @@ def _like_source(grad: ShardTensor, shape: torch.Size, dim: int) -> Layout:
     if known is not None:
         return known
     return tuple(
-        _REPLICATE if isinstance(entry, Cut) and entry.dim == dim and grad._spec.shape[dim] != shape[dim] else entry
+        REPLICATE if isinstance(entry, Cut) and entry.dim == dim and grad._spec.shape[dim] != shape[dim] else entry
         for entry in grad._spec.resolved_layout
     )
 
@@ -172,7 +171,7 @@ def select_backward(grad: ShardTensor, input_sizes: list[int], dim: int, index: 
         known = moved_dims(grad._spec.resolved_layout, lambda old: old + (old >= dim))
     source = ShardTensorSpec.of(grad._spec.mesh, known, shape, grad._spec.dtype)
     source = source.with_layout(one_cut_layout(source, dim))
-    rest = tuple(_REPLICATE if isinstance(e, Cut) and e.dim == dim else e for e in source.layout)
+    rest = tuple(REPLICATE if isinstance(e, Cut) and e.dim == dim else e for e in source.layout)
     local = local_in(grad, moved_dims(rest, lambda old: old - (old > dim)), source.mesh)
     out = local.new_zeros(source.local_shape)
     part = sliced(source, dim, index, index + 1, 1)
@@ -210,5 +209,5 @@ def _writable(target: torch.Tensor, src: torch.Tensor, dim: int) -> ShardTensor:
         return one_cut(resolved(target), dim)
     assert isinstance(src, ShardTensor)
     spec = src._spec
-    layout = tuple(_REPLICATE if isinstance(e, Cut) and e.dim == dim else e for e in spec.resolved_layout)
+    layout = tuple(REPLICATE if isinstance(e, Cut) and e.dim == dim else e for e in spec.resolved_layout)
     return aligned(target, layout, spec.mesh)

@@ -17,13 +17,23 @@ from shardtensor.rules.layouts import local_in, mesh_of, spec_of
 from shardtensor.rules.memory import remember
 from shardtensor.rules.slices import one_cut_layout
 from shardtensor.rules.writing import write_back
-from shardtensor.spec import AxisLayout, Cut, Layout, Partial, Replicate, ShardTensorSpec, even_sizes, mesh_sizes
+from shardtensor.spec import (
+    REPLICATE,
+    AxisLayout,
+    Cut,
+    Layout,
+    Partial,
+    Replicate,
+    ShardTensorSpec,
+    even_sizes,
+    mesh_sizes,
+)
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["Rows", "add_to_rows", "rows_of", "take"]
 
 aten = torch.ops.aten
-_REPLICATE = Replicate()
+
 _SUM = Partial("sum")
 
 
@@ -52,7 +62,7 @@ def rows_of(spec: ShardTensorSpec, dim: int, index: ShardTensorSpec) -> Rows:
     """The layouts in which rows of ``dim`` are taken or added; ``index`` has one dim."""
     source = one_cut_layout(spec.with_layout(spec.resolved_layout), dim)
     axis = next((at for at, entry in enumerate(source) if isinstance(entry, Cut) and entry.dim == dim), None)
-    numbers: list[AxisLayout] = [_REPLICATE] * len(source)
+    numbers: list[AxisLayout] = [REPLICATE] * len(source)
     taken = list(source)
     parts: tuple[int, ...] = ()
     for at, entry in enumerate(index.resolved_layout):
@@ -158,7 +168,7 @@ def _numbers_like_rows(index: ShardTensorSpec, source: ShardTensorSpec, dim: int
     if index.cuts or not source.cuts or not source.ndim:
         return index
     layout = tuple(
-        entry.moved(0) if isinstance(entry, Cut) and entry.dim == dim else _REPLICATE for entry in source.layout
+        entry.moved(0) if isinstance(entry, Cut) and entry.dim == dim else REPLICATE for entry in source.layout
     )
     return index.with_layout(layout)
 

@@ -14,13 +14,12 @@ from shardtensor.registry import rule
 from shardtensor.rules.layouts import local_in, resolved
 from shardtensor.rules.memory import recall, remember
 from shardtensor.rules.slices import one_cut, one_cut_layout
-from shardtensor.spec import Cut, Layout, Replicate, ShardTensorSpec
+from shardtensor.spec import REPLICATE, Cut, Layout, ShardTensorSpec
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["unfold"]
 
 aten = torch.ops.aten
-_REPLICATE = Replicate()
 
 
 class _Unfolded(NamedTuple):
@@ -92,6 +91,6 @@ def unfold_backward(grad_in: ShardTensor, input_sizes: Sequence[int], dim: int, 
 
 def _without(grad: ShardTensor, ndim: int, dim: int) -> Layout:
     return tuple(
-        _REPLICATE if isinstance(entry, Cut) and entry.dim in (dim, ndim) else entry
+        REPLICATE if isinstance(entry, Cut) and entry.dim in (dim, ndim) else entry
         for entry in grad._spec.resolved_layout
     )
