@@ -10,75 +10,11 @@ from typing import Any
 import numpy as np
 
 from shardio.errors import DimensionError, NoVariableError
+from shardio.roles import UNITS, coordinate, degrees, dim_roles
 from shardio.source import Source, Store
 from shardio.times import TimeAxis, decode_times
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-ROLES = ("time", "level", "y", "x")
-
-# role -> what the CF attributes `axis`, `standard_name` and `units` of its coordinate say, and its usual names
-AXIS = {"t": "time", "z": "level", "y": "y", "x": "x"}
-STANDARD_NAMES = {
-    "time": "time",
-    "latitude": "y",
-    "grid_latitude": "y",
-    "projection_y_coordinate": "y",
-    "longitude": "x",
-    "grid_longitude": "x",
-    "projection_x_coordinate": "x",
-    "air_pressure": "level",
-    "height": "level",
-    "altitude": "level",
-    "depth": "level",
-    "model_level_number": "level",
-    "atmosphere_hybrid_sigma_pressure_coordinate": "level",
-    "atmosphere_sigma_coordinate": "level",
-    "ocean_sigma_coordinate": "level",
-}
-UNITS = {
-    **dict.fromkeys(("degrees_north", "degree_north", "degrees_n", "degree_n", "degreesn", "degreen"), "y"),
-    **dict.fromkeys(("degrees_east", "degree_east", "degrees_e", "degree_e", "degreese", "degreee"), "x"),
-    **dict.fromkeys(("hpa", "mbar", "millibar", "millibars"), "level"),
-}
-NAMES = {
-    "time": (
-        *("time", "valid_time", "times", "time_index", "time_counter", "datetime", "day", "date", "t"),
-        *("time1", "time0"),
-    ),
-    "level": (
-        *("level", "lev", "levels", "plev", "pressure", "pressure_level", "isobaricinhpa", "isobaric", "model_level"),
-        *("hybrid", "height", "altitude", "depth", "z", "sigma", "bottom_top", "depthbelowlandlayer", "deptht"),
-        *("heightaboveground", "generalverticallayer"),
-    ),
-    "y": (
-        "latitude",
-        "lat",
-        "y",
-        "rlat",
-        "south_north",
-        "nlat",
-        "yc",
-        "projection_y_coordinate",
-        "ydim",
-        "northing",
-        "j",
-    ),
-    "x": (
-        "longitude",
-        "lon",
-        "x",
-        "rlon",
-        "west_east",
-        "nlon",
-        "xc",
-        "projection_x_coordinate",
-        "xdim",
-        "easting",
-        "i",
-    ),
-}
-BY_NAME = {name: role for role, names in NAMES.items() for name in names}
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,100 +71,67 @@ def find_grid(
         DimensionError: dims cannot be recognised; the error says which argument names them.
     """
     candidates = [store[name] for name in variables] if variables is not None else list(store.values())
-    skipped = {source.name: reason for source in candidates if (reason := _not_data(source, store))}
+    named = _referred_to(store)
+    skipped = {source.name: reason for source in candidates if (reason := _not_data(source, store, named))}
     roles = dim_roles(store, time=time, level=level, spatial=spatial)
     data = [source for source in candidates if source.name not in skipped]
     spaces = {source.name: space for source in data if (space := _space(source, roles, spatial))}
     if not spaces:
         raise _no_grid(data, skipped, roles, variables)
-    # Staggered grids have several pairs of spatial dims; the one that most variables share is the grid.
+    # Staggered grids and groups have several spatial extents; the one that most variables share is the grid.
     chosen = Counter(spaces.values()).most_common(1)[0][0]
     for source in data:
         if spaces.get(source.name) != chosen:
-            found = spaces.get(source.name, source.dims)
-            skipped[source.name] = f"lies on {found}, not on the grid {chosen}"
+            found = spaces.get(source.name, dict(zip(source.dims, source.shape, strict=True)))
+            skipped[source.name] = f"lies on {_text(found)}, not on the grid {_text(chosen)}"
     if variables is not None and skipped:
         name, reason = next(iter(skipped.items()))
         raise DimensionError(f"variable {name!r} cannot be used: it {reason}; leave it out of variables=")
     usable = [source for source in data if source.name not in skipped]
-    return _describe(store, usable, skipped, roles, chosen)
+    return _describe(store, usable, skipped, roles, tuple(dim for dim, _ in chosen))
 
 
-def dim_roles(
-    store: Store,
-    *,
-    time: str | None = None,
-    level: str | None = None,
-    spatial: Sequence[str] | None = None,
-) -> dict[str, str]:
-    """Dim -> "time", "level", "y" or "x", for every dim that is recognised or named."""
-    dims = dict.fromkeys(dim for source in store.values() for dim in source.dims)
-    roles = {dim: role for dim in dims if (role := _role(dim, store)) is not None}
-    named = [(time, "time"), (level, "level")]
-    if spatial is not None:
-        if len(spatial) not in (1, 2):
-            raise DimensionError(f"spatial dims {tuple(spatial)}: one or two can be named")
-        named += list(zip(spatial, ("y", "x"), strict=False))
-    for dim, role in named:
-        if dim is None:
-            continue
-        if dim not in dims:
-            raise DimensionError(f"{role} dim {dim!r} is not a dim of the store; those are: {', '.join(dims)}")
-        roles = {other: found for other, found in roles.items() if found != role} | {dim: role}
-    return roles
+def _referred_to(store: Store) -> dict[str, str]:
+    """Name of an array that attributes make a coordinate or bounds -> whose it is."""
+    found: dict[str, str] = {}
+    for source in store.values():
+        for key in ("bounds", "coordinates", "grid_mapping"):
+            for name in str(source.attrs.get(key, "")).split():
+                found.setdefault(name, source.name)
+    return found
 
 
-def coordinate(store: Store, dim: str) -> Source | None:
-    """The 1-D coordinate of a dim: the array of the same name in the same group."""
-    source = store.get(dim) if dim in store else None
-    if source is None:
-        return None
-    return source if len(source.dims) == 1 and source.dims[0] == dim else None
-
-
-def _role(dim: str, store: Store) -> str | None:
-    source = coordinate(store, dim)
-    if source is not None:
-        attrs = {key: str(source.attrs.get(key, "")).lower() for key in ("axis", "standard_name", "units")}
-        if " since " in attrs["units"] or source.dtype.kind == "M":
-            return "time" if _role_by_name(dim) in ("time", None) else None
-        for table, key in ((UNITS, "units"), (STANDARD_NAMES, "standard_name"), (AXIS, "axis")):
-            if attrs[key] in table:
-                return table[attrs[key]]
-    return _role_by_name(dim)
-
-
-def _role_by_name(dim: str) -> str | None:
-    return BY_NAME.get(dim.lower().removesuffix("_dim"))
-
-
-def _not_data(source: Source, store: Store) -> str | None:
+def _not_data(source: Source, store: Store, referred_to: Mapping[str, str]) -> str | None:
     """Why an array cannot be a variable on a grid; None if it can."""
-    if source.name in store.coordinates or _degrees(source) is not None:
+    own_name = source.name.rsplit("/", 1)[-1]
+    if source.name in store.coordinates or own_name in source.dims or degrees(source) is not None:
         return "is a coordinate"
     if source.dtype.kind not in "iufb":
         return f"holds {source.dtype}, no numbers"
     if len(source.dims) < 2:
-        return "has fewer than two dims" if source.name not in source.dims else "is a coordinate"
-    for other in store.values():
-        named = " ".join(str(other.attrs.get(key, "")) for key in ("bounds", "coordinates", "grid_mapping")).split()
-        if source.name in named:
-            return f"is a coordinate or bounds of {other.name!r}"
+        return "has fewer than two dims"
+    if own_name in referred_to:
+        return f"is a coordinate or bounds of {referred_to[own_name]!r}"
     return None
 
 
-def _degrees(source: Source) -> str | None:
-    """Is an array latitude ("y") or longitude ("x") itself?"""
-    units, name = (str(source.attrs.get(key, "")).lower() for key in ("units", "standard_name"))
-    return UNITS.get(units) if UNITS.get(units) in ("y", "x") else {"latitude": "y", "longitude": "x"}.get(name)
+Space = tuple[tuple[str, int], ...]
+"""The spatial dims of an array with their extents, in (y, x) order."""
 
 
-def _space(source: Source, roles: Mapping[str, str], spatial: Sequence[str] | None) -> tuple[str, ...] | None:
-    """The spatial dims of an array in (y, x) order, or None if it has not both."""
-    if spatial is not None:
-        return tuple(spatial) if set(spatial) <= set(source.dims) else None
-    found = {roles[dim]: dim for dim in source.dims if dim in roles}
-    return (found["y"], found["x"]) if {"y", "x"} <= found.keys() else None
+def _space(source: Source, roles: Mapping[str, str], spatial: Sequence[str] | None) -> Space | None:
+    """Where an array lies; None if it does not have the spatial dims."""
+    sizes = dict(zip(source.dims, source.shape, strict=True))
+    if spatial is None:
+        found = {roles[dim]: dim for dim in source.dims if dim in roles}
+        spatial = [found[role] for role in ("y", "x") if role in found]
+        if len(spatial) != 2:
+            return None
+    return tuple((dim, sizes[dim]) for dim in spatial) if set(spatial) <= set(sizes) else None
+
+
+def _text(dims: Space | Mapping[str, int]) -> str:
+    return "(" + ", ".join(f"{dim} {size}" for dim, size in dict(dims).items()) + ")"
 
 
 def _no_grid(
@@ -253,14 +156,12 @@ def _describe(
     roles: Mapping[str, str],
     spatial: tuple[str, ...],
 ) -> Grid:
-    sizes = {dim: size for source in usable for dim, size in zip(source.dims, source.shape, strict=True)}
+    sizes = _sizes(usable)
     time = _dim_of_role("time", sizes, roles)
     level = _dim_of_role("level", sizes, roles)
-    time_source = coordinate(store, time) if time else None
-    level_source = coordinate(store, level) if level else None
-    coordinates = {
-        dim: decoded(source) for dim in spatial if (source := coordinate(store, dim)) is not None and _numeric(source)
-    }
+    found = {dim: source for dim in sizes if (source := coordinate(store, dim, sizes[dim])) is not None}
+    numbers = {dim: decoded(source) for dim, source in found.items() if source.dtype.kind in "iufb" and dim != time}
+    coordinates = {dim: numbers[dim] for dim in spatial if dim in numbers}
     return Grid(
         variables=tuple(source.name for source in usable),
         skipped=dict(skipped),
@@ -269,12 +170,12 @@ def _describe(
         spatial=spatial,
         sizes=sizes,
         other={dim: size for dim, size in sizes.items() if dim not in (*spatial, time, level)},
-        times=decode_times(time_source) if time_source is not None else None,
-        levels=decoded(level_source) if level_source is not None and _numeric(level_source) else None,
+        times=decode_times(found[time]) if time in found else None,
+        levels=numbers.get(level) if level is not None else None,
         coordinates=coordinates,
         descending=tuple(dim for dim, values in coordinates.items() if len(values) > 1 and values[0] > values[-1]),
         periodic=tuple(
-            dim for dim, values in coordinates.items() if roles.get(dim) == "x" and _global(store, dim, values)
+            dim for dim, values in coordinates.items() if roles.get(dim) == "x" and _global(found[dim], values)
         ),
     )
 
@@ -289,8 +190,20 @@ def _dim_of_role(role: str, dims: Iterable[str], roles: Mapping[str, str]) -> st
     return found[0] if found else None
 
 
-def _numeric(source: Source) -> bool:
-    return source.dtype.kind in "iufb"
+def _sizes(usable: Sequence[Source]) -> dict[str, int]:
+    """Extent of each dim, which all variables must agree on."""
+    sizes: dict[str, int] = {}
+    for source in usable:
+        for dim, size in zip(source.dims, source.shape, strict=True):
+            if sizes.setdefault(dim, size) != size:
+                other = next(
+                    source for source in usable if (dim, sizes[dim]) in zip(source.dims, source.shape, strict=True)
+                )
+                raise DimensionError(
+                    f"dim {dim!r} has {sizes[dim]} rows in {other.name!r}, but {size} in {source.name!r}; "
+                    f"choose variables= that agree"
+                )
+    return sizes
 
 
 def decoded(source: Source) -> Array:
@@ -300,9 +213,9 @@ def decoded(source: Source) -> Array:
     return out
 
 
-def _global(store: Store, dim: str, values: Array) -> bool:
+def _global(source: Source, values: Array) -> bool:
     """Evenly spaced degrees that end one step before they began."""
-    units = str(store[dim].attrs.get("units", "")).lower()
+    units = str(source.attrs.get("units", "")).lower()
     if len(values) < 3 or UNITS.get(units, "x" if units in ("", "degrees", "degree") else "") != "x":
         return False
     steps = np.diff(values)
@@ -317,15 +230,17 @@ def window(values: Array, low: float, high: float, period: float | None = None) 
 
     Raises DimensionError if no row lies between them.
     """
-    shifted = np.asarray(values, dtype=np.float64)
+    values = np.asarray(values, dtype=np.float64)
+    beyond = values - low
+    tolerance = 0.0
     if period is not None:
         tolerance = 1e-9 * period
-        inside = np.mod(shifted - low + tolerance, period) <= high - low + 2 * tolerance
-    else:
-        inside = (shifted >= low) & (shifted <= high)
-    rows = np.flatnonzero(inside)
+        beyond = np.mod(beyond + tolerance, period) - tolerance
+    rows = np.flatnonzero((beyond >= -tolerance) & (beyond <= high - low + tolerance))
     if not rows.size:
         raise DimensionError(f"no row lies between {low} and {high}: the coordinate runs {values[0]} to {values[-1]}")
+    if rows.size == values.size and period is not None:
+        falls = values[0] > values[-1]
+        return int(np.argmax(beyond) if falls else np.argmin(beyond)), int(rows.size)
     jumps = np.flatnonzero(np.diff(rows) > 1)
-    first = int(rows[jumps[-1] + 1]) if jumps.size else int(rows[0])
-    return first, int(rows.size)
+    return int(rows[jumps[-1] + 1] if jumps.size else rows[0]), int(rows.size)

@@ -8,67 +8,20 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple, SupportsIndex
 
 from shardio.box import Box, Span
 from shardio.errors import DimensionError, HaloError, PartitionError
 from shardio.partition import Partition
+from shardio.runs import DimPlan, Run, selected, wrapped
 from shardio.source import Layout
 
 Halo = int | tuple[int, int] | Mapping[str, int | tuple[int, int]]
 """Rows below and above: one number for both sides, (below, above), or one of these per dim."""
 Index = Mapping[str, SupportsIndex | slice | Sequence[int]]
 """Selection along dims that are not cut; an int drops the dim from the result, as in numpy."""
-
-
-class Run(NamedTuple):
-    """Rows source..source+size of the array land at rows dest..dest+size of the buffer."""
-
-    source: int
-    dest: int
-    size: int
-
-
-class Piece(NamedTuple):
-    """What one chunk (numbered along its dim) gives to the buffer."""
-
-    chunk: int
-    runs: tuple[Run, ...]
-
-
-@dataclass(frozen=True)
-class DimPlan:
-    """What a rank reads along one dim.
-
-    Attributes:
-        dim: name.
-        owned: rows that the rank owns, in the array; beyond its end where a periodic window runs over it.
-        halo: rows read below and above the owned ones; less than asked at an edge that is not periodic.
-        runs: the rows read, in the order of the buffer.
-        chunk: rows per chunk.
-        dropped: the dim was chosen by an int, so the result does not have it.
-    """
-
-    dim: str
-    owned: Span
-    halo: tuple[int, int]
-    runs: tuple[Run, ...]
-    chunk: int
-    dropped: bool = False
-
-    @property
-    def extent(self) -> int:
-        """Rows of the buffer: halo + owned + halo."""
-        return sum(run.size for run in self.runs)
-
-    @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """The runs, cut at chunk boundaries and grouped by chunk."""
-        return _pieces(self.runs, self.chunk)
 
 
 class ChunkPart(NamedTuple):
@@ -300,57 +253,21 @@ def _dim_plan(at: int, layout: Layout, owned: Span, halo: tuple[int, int], perio
     low, high = halo if owned.size else (0, 0)
     if not periodic:
         low, high = min(low, owned.start), min(high, size - owned.stop)
-    runs = _wrapped(owned.start - low, owned.stop + high, size)
-    return DimPlan(layout.dims[at], owned, (low, high), tuple(runs), layout.chunks[at])
-
-
-def _wrapped(start: int, stop: int, size: int) -> list[Run]:
-    """Rows start..stop of an endless repetition of an array of `size` rows, as runs within the array."""
-    runs, dest = [], 0
-    while start + dest < stop:
-        source = (start + dest) % size
-        length = min(stop - start - dest, size - source)
-        runs.append(Run(source, dest, length))
-        dest += length
-    return runs
-
-
-def _pieces(runs: Sequence[Run], chunk: int) -> tuple[Piece, ...]:
-    """Runs cut at chunk boundaries and grouped by chunk."""
-    by_chunk: dict[int, list[Run]] = {}
-    for source, dest, size in runs:
-        done = 0
-        while done < size:
-            number = (source + done) // chunk
-            length = min(size - done, (number + 1) * chunk - source - done)
-            by_chunk.setdefault(number, []).append(Run(source + done, dest + done, length))
-            done += length
-    return tuple(Piece(number, tuple(by_chunk[number])) for number in sorted(by_chunk))
+    runs = wrapped(owned.start - low, owned.stop + high, size)
+    return DimPlan(layout.dims[at], owned, (low, high), runs, layout.chunks[at])
 
 
 def _chosen(plan: DimPlan, index: SupportsIndex | slice | Sequence[int], size: int) -> DimPlan:
     """The plan of a dim replaced by a selection along it."""
     if plan.owned != Span(0, size) or plan.halo != (0, 0):
         raise DimensionError(f"dim {plan.dim!r} is cut or has a halo, so it cannot be indexed as well")
-    dropped = isinstance(index, SupportsIndex)
-    rows: Sequence[int]
-    if isinstance(index, slice):
-        rows = range(size)[index]
-    elif isinstance(index, SupportsIndex):
-        rows = [operator.index(index)]
-    else:
-        rows = [operator.index(row) for row in index]
-    runs: list[Run] = []
-    for dest, row in enumerate(rows):
-        if not -size <= row < size:
-            raise DimensionError(f"index {row} along dim {plan.dim!r} is out of range: it has {size} rows")
-        row %= size
-        if runs and row == runs[-1].source + runs[-1].size:
-            runs[-1] = runs[-1]._replace(size=runs[-1].size + 1)
-        else:
-            runs.append(Run(row, dest, 1))
-    owned = Span(runs[0].source, runs[0].source + len(rows)) if runs else Span(0, 0)
-    return DimPlan(plan.dim, owned, (0, 0), tuple(runs), plan.chunk, dropped)
+    try:
+        runs = selected(index, size)
+    except IndexError as error:
+        raise DimensionError(f"{error} along dim {plan.dim!r}: it has {size} rows") from None
+    rows = sum(run.size for run in runs)
+    owned = Span(runs[0].source, runs[0].source + rows) if runs else Span(0, 0)
+    return DimPlan(plan.dim, owned, (0, 0), runs, plan.chunk, isinstance(index, SupportsIndex))
 
 
 def _describe(dim: DimPlan) -> str:

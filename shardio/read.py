@@ -21,7 +21,8 @@ import torch
 from shardio.box import Span, shape_of, slices
 from shardio.decode import Decode
 from shardio.errors import CorruptChunkError, DimensionError, ShardIOError
-from shardio.plan import Index, Plan, RankPlan, Run
+from shardio.plan import Index, Plan, RankPlan
+from shardio.runs import Run
 from shardio.source import Source
 from shardio.tasks import Task, cut
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardio.box import Box, Span
-from shardio.plan import Piece, RankPlan, Run
+from shardio.plan import RankPlan
+from shardio.runs import Piece, Run
 
 MAX_BYTES = 32 << 20
 """Stored bytes that one read brings at most, unless a single chunk is larger; bounds the scratch of each thread."""

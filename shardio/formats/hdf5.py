@@ -14,7 +14,7 @@ import numpy as np
 
 from shardio import extras
 from shardio.box import Box, Span, shape_of, slices
-from shardio.errors import CorruptChunkError, MissingChunkError, MissingFilterError
+from shardio.errors import CorruptChunkError, MissingChunkError, MissingFilterError, StoreNotFoundError
 from shardio.location import is_url, local_path
 from shardio.source import Format, Missing, Source, Store
 
@@ -102,8 +102,11 @@ def open_hdf5(
     if isinstance(source, h5py.Group):
         root, closers = source, []
     elif is_url(source):
-        remote = fsspec.open(source, "rb", **(storage_options or {})).open()
-        root = h5py.File(remote, "r")
+        try:
+            remote = fsspec.open(source, "rb", **(storage_options or {})).open()
+        except FileNotFoundError as error:
+            raise StoreNotFoundError(f"there is nothing at {source!r}; check the URL") from error
+        root = _open(remote)
         closers = [root.close, remote.close]
     else:
         root = _open(local_path(source))
@@ -123,7 +126,7 @@ def open_hdf5(
     return Store(url, sources, attributes(at), "hdf5", tuple(closers))
 
 
-def _open(path: Path) -> h5py.File:
+def _open(path: Any) -> h5py.File:
     """Open a file for reading; where it cannot be locked (network file systems, a writer elsewhere), without a lock."""
     try:
         return h5py.File(path, "r")

@@ -21,7 +21,7 @@ from zarr.core.sync import sync
 from zarr.storage import FsspecStore, LocalStore, WrapperStore, ZipStore
 
 from shardio.box import Box, shape_of, slices
-from shardio.errors import MissingChunkError, UnknownFormatError
+from shardio.errors import MissingChunkError, StoreNotFoundError, UnknownFormatError
 from shardio.location import is_url, local_path
 from shardio.source import Format, Missing, Source, Store
 
@@ -190,7 +190,8 @@ def open_zarr(
     try:
         node = zarr.open(store=checked, path=path, mode="r")
     except FileNotFoundError as error:
-        raise UnknownFormatError(f"{source} holds no Zarr group or array at {path!r}: {error}") from error
+        kind = StoreNotFoundError if is_url(source) else UnknownFormatError
+        raise kind(f"{source} holds no Zarr group or array at {path!r}: {error}; check path and group=") from error
     except (KeyError, TypeError, ValueError) as error:
         raise UnknownFormatError(f"{source} cannot be opened as Zarr: {error}; mend its metadata") from error
     arrays: dict[str, zarr.Array[Any]] = {}

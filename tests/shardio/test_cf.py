@@ -59,7 +59,10 @@ def test_other_dims_are_told(shared_data: Path) -> None:
 def test_staggered_variables_are_skipped_with_the_reason(shared_data: Path) -> None:
     with open_store(shared_data / "grid-netcdf/wrf_d01_allvars_cropped_compressed.nc") as store:
         grid = find_grid(store)
-        assert grid.skipped["U"].endswith("not on the grid ('south_north', 'west_east')")
+        assert grid.skipped["U"] == (
+            "lies on (Time 4, bottom_top 27, south_north 8, west_east_stag 11), "
+            "not on the grid (south_north 8, west_east 10)"
+        )
         with pytest.raises(DimensionError, match=r"variable 'U' cannot be used: it .*; leave it out of variables="):
             find_grid(store, variables=["T2", "U"])
 
@@ -159,16 +162,37 @@ def test_no_usable_variable() -> None:
         (np.arange(0, 360, 0.25), -2.5, 0.5, np.r_[357.5:360:0.25, 0:0.75:0.25]),
         (np.arange(0, 360, 0.25), 10, 11, np.arange(10, 11.25, 0.25)),
         (np.arange(-180, 180, 0.5), 179, 181, [179, 179.5, -180, -179.5, -179]),
-        (np.arange(0, 360, 10.0), -180, 180, np.r_[180:360:10, 0:190:10.0]),
+        (np.arange(0, 360, 10.0), -180, 180, np.r_[180:360:10.0, 0:180:10.0]),
+        (np.arange(350, -10, -10.0), -180, 180, np.r_[170:-10:-10.0, 350:170:-10.0]),
+        (np.array([0.1, 90.1, 180.1, 270.1], np.float32), -90, 91, [270.1, 0.1, 90.1]),
     ],
 )
-def test_window_across_the_seam(lon: np.ndarray, low: float, high: float, expected: np.ndarray) -> None:
+def test_window_across_the_seam(lon: np.ndarray, low: float, high: float, expected: Any) -> None:
     start, size = window(lon, low, high, period=360)
-    found = lon[np.arange(start, start + size) % len(lon)]
-    if size == len(lon):
-        assert (low, high) == (-180, 180)
-    else:
-        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_allclose(lon[np.arange(start, start + size) % len(lon)], expected, rtol=1e-6)
+
+
+def test_groups_have_their_own_coordinates(tmp_path: Path) -> None:
+    for name, size in (("coarse", 3), ("fine", 6)):
+        coords = {"lat": np.linspace(90, -90, size), "lon": ("lon", np.arange(size) * 360.0 / size)}
+        data = {key: (("lat", "lon"), np.zeros((size, size), np.float32)) for key in ("a", "b")[: size // 3]}
+        xr.Dataset(data, coords).to_zarr(tmp_path / "a.zarr", group=name, mode="a")
+    with open_store(tmp_path / "a.zarr") as store:
+        grid = find_grid(store)
+        assert grid.variables == ("fine/a", "fine/b")
+        assert grid.skipped["coarse/a"] == "lies on (lat 3, lon 3), not on the grid (lat 6, lon 6)"
+        assert grid.coordinates["lat"].tolist() == np.linspace(90, -90, 6).tolist()
+        assert grid.periodic == ("lon",)
+        assert find_grid(store, variables=["coarse/a"]).sizes == {"lat": 3, "lon": 3}
+
+
+def test_variables_that_disagree_about_a_dim(tmp_path: Path) -> None:
+    for name, steps in (("a", 2), ("b", 3)):
+        dataset = field("time", "lat", "lon", time=("time", np.arange(steps)))
+        dataset.to_zarr(tmp_path / "a.zarr", group=name, mode="a")
+    message = "dim 'time' has 2 rows in 'a/v', but 3 in 'b/v'; choose variables= that agree"
+    with open_store(tmp_path / "a.zarr") as store, pytest.raises(DimensionError, match=message):
+        find_grid(store)
 
 
 def test_window_of_descending_latitudes() -> None:

@@ -12,7 +12,7 @@ from shardio.source import Layout
 from shardio.tasks import MAX_BYTES, cut
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_every_chunk_is_in_one_read_that_touches_no_other(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.integers(1, 12)) for _ in range(2))

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import fsspec
 import h5py
 import netCDF4
 import numpy as np
@@ -245,6 +246,16 @@ def test_file_that_is_no_hdf5_or_broken(tmp_path: Path) -> None:
     (tmp_path / "cut.h5").write_bytes((tmp_path / "a.h5").read_bytes()[:5000])
     with pytest.raises(CorruptChunkError, match=r"cut\.h5 cannot be opened as HDF5"):
         open_store(tmp_path / "cut.h5")
+
+
+def test_remote_through_fsspec(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.arange(3.0)
+    fsspec.filesystem("memory").put(str(tmp_path / "a.h5"), "/remote.h5")
+    with open_store("memory://remote.h5") as store:
+        assert store["x"].read().tolist() == [0, 1, 2]
+    with pytest.raises(StoreNotFoundError, match="nothing at 'memory://gone"):
+        open_store("memory://gone.h5")
 
 
 def test_locked_by_a_writer(tmp_path: Path) -> None:

@@ -92,45 +92,49 @@ def test_reading_is_lazy() -> None:
     assert computed == [(2, 1, 0)]
 
 
-@pytest.fixture(scope="module")
-def era5(shared_data: Path) -> tuple[Store, dict[str, Expected]]:
-    """The hourly ERA5 series, opened once: it takes seconds."""
-    pytest.importorskip("cfgrib")
-    path = shared_data / "weather-series/era5-2mt-2019-03-uk.grib"
-    with xr.open_dataset(path, engine="cfgrib", backend_kwargs={"indexpath": ""}) as dataset:
-        return open_store(path), as_expected(dataset.compute())
-
-
 class TestGrib(SourceContract):
-    """The hourly ERA5 series of the main job, beside cfgrib."""
+    """Several parameters on several levels and steps, beside cfgrib."""
 
     @pytest.fixture
     def path(self, shared_data: Path) -> Path:
-        return shared_data / "weather-series/era5-2mt-2019-03-uk.grib"
+        pytest.importorskip("cfgrib")
+        return shared_data / "grib/multi_param_on_multi_dims.grib"
 
     @pytest.fixture
-    def store(self, era5: tuple[Store, dict[str, Expected]]) -> Store:
-        return era5[0]
+    def store(self, path: Path) -> Iterator[Store]:
+        with open_store(path) as store:
+            assert store.format == "grib"
+            yield store
 
     @pytest.fixture
-    def expected(self, era5: tuple[Store, dict[str, Expected]]) -> dict[str, Expected]:
-        return era5[1]
+    def expected(self, path: Path) -> dict[str, Expected]:
+        with xr.open_dataset(path, engine="cfgrib", backend_kwargs={"indexpath": ""}) as dataset:
+            return as_expected(dataset.compute())
 
     def test_a_message_is_a_chunk(self, store: Store, path: Path) -> None:
-        assert store.format == "grib"
-        assert store["t2m"].chunks == (1, 33, 49)
+        assert store["t"].chunks == (1, 1, 37, 72)
         assert not list(path.parent.glob("*.idx"))
         grid = find_grid(store)
-        assert (grid.time, grid.spatial, grid.descending) == ("time", ("latitude", "longitude"), ("latitude",))
+        assert (grid.level, grid.spatial) == ("isobaricInhPa", ("latitude", "longitude"))
+        assert (grid.descending, grid.periodic) == (("latitude",), ("longitude",))
+
+
+def test_slabs_of_the_hourly_era5_series(shared_data: Path) -> None:
+    pytest.importorskip("cfgrib")
+    path = shared_data / "weather-series/era5-2mt-2019-03-uk.grib"
+    with (
+        open_store(path) as store,
+        xr.open_dataset(path, engine="cfgrib", backend_kwargs={"indexpath": ""}) as dataset,
+    ):
+        grid = find_grid(store)
+        assert (grid.variables, grid.time, grid.descending) == (("t2m",), "time", ("latitude",))
         assert grid.times is not None
         assert (len(grid.times), grid.times.step, grid.times.gaps) == (744, 3600.0, ())
-
-    def test_slabs(self, store: Store, expected: dict[str, Expected]) -> None:
         source = store["t2m"]
         planned = plan(Partition((Cut("latitude", "domain", (17, 16)),)), source.layout, halo=1)
         found = read(source, planned, 1, index={"time": [5, 700]})
         assert found.dtype == torch.float32
-        np.testing.assert_array_equal(found.numpy(), expected["t2m"].stored[[5, 700], 16:])
+        np.testing.assert_array_equal(found.numpy(), dataset["t2m"][[5, 700], 16:].values)
 
 
 def test_grib_with_several_grids_says_how_to_choose(shared_data: Path) -> None:

@@ -15,7 +15,7 @@ from zarr.codecs.numcodecs import LZ4, Delta, Fletcher32, Shuffle
 from zarr.storage import LocalStore, MemoryStore
 
 from shardio import Cut, Partition, find_grid, open_store, plan, read
-from shardio.errors import CorruptChunkError, MissingChunkError, UnknownFormatError
+from shardio.errors import CorruptChunkError, MissingChunkError, StoreNotFoundError, UnknownFormatError
 from shardio.source import Store
 from shardio.testing import CountingStore, Expected, SourceContract
 from shardio.text import strings
@@ -272,6 +272,8 @@ def test_remote_through_fsspec(tmp_path: Path) -> None:
     memory.put(str(tmp_path / "a.zarr"), "/remote.zarr", recursive=True)
     with open_store("memory://remote.zarr") as store:
         assert store["x"].read()[0, 0] == 1
+    with pytest.raises(StoreNotFoundError, match="memory://gone"):
+        open_store("memory://gone.zarr")
 
 
 def test_folder_that_is_no_store(tmp_path: Path) -> None:
