@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardtensor.errors import OpError
 from shardtensor.registry import rule
 from shardtensor.rules.layouts import local_in, mesh_of, spec_of
 from shardtensor.rules.stencil import resized_sizes
-from shardtensor.rules.windows import enter_by_dims, meta_like
+from shardtensor.rules.windows import enter_by_dims
 from shardtensor.spec import AxisLayout, Cut, Layout, Partial, Replicate, ShardTensorSpec
 from shardtensor.tensor import ShardTensor, wrap
 
@@ -35,6 +36,14 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _plan(input: ShardTensorSpec, grid: ShardTensorSpec) -> _Plan:
+    dims = input.ndim - 2
+    if grid.ndim != input.ndim or grid.shape[-1] != dims or grid.shape[0] != input.shape[0] or 0 in input.shape[2:]:
+        raise OpError(
+            f"grid_sample: an image {tuple(input.shape)} needs points [{input.shape[0]}, *output, {dims}] with {dims} "
+            f"output dims, got {tuple(grid.shape)}"
+        )
+    if input.dtype != grid.dtype:
+        raise OpError(f"grid_sample: the image is {input.dtype}, the points are {grid.dtype}: bring both to one dtype")
     rows: list[tuple[AxisLayout, ...]] = []
     taken: set[int] = set()
     for image, points in zip(input.resolved_layout, grid.resolved_layout, strict=True):
@@ -75,7 +84,6 @@ def _axis(image: AxisLayout, points: AxisLayout, grid: ShardTensorSpec) -> tuple
 
 def grid_sample(dims: int, input: torch.Tensor, grid: torch.Tensor, *settings: Any) -> ShardTensor:
     mesh = mesh_of(input, grid)
-    FORWARD[dims](meta_like(spec_of(input, mesh)), meta_like(spec_of(grid, mesh)), *settings)  # raises as torch does
     plan = _plan(spec_of(input, mesh), spec_of(grid, mesh))
     image, points = local_in(input, plan.input, mesh), local_in(grid, plan.grid, mesh)
     if 0 in plan.out.local_shape:

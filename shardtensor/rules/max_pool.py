@@ -162,12 +162,12 @@ def max_unpool(
 ) -> ShardTensor:
     """The values travel, not the larger result: every rank places those that belong into its own rows."""
     mesh = mesh_of(self, indices)
-    plan = _unpool_plan(dims, spec_of(self, mesh), tuple(output_size), *(tuple(item) for item in rest))
-    layout = slidable_layout(plan.input, 0, tuple(reach.dim for reach in plan.reduced))
+    plan, reaches = _unpool_plan(dims, spec_of(self, mesh), tuple(output_size), *(tuple(item) for item in rest))
+    layout = slidable_layout(plan.input, 0, tuple(reach.dim for reach in reaches))
     values, places = local_in(self, layout, mesh), local_in(indices, layout, mesh)
     block, first = plan.out.local_shape, self.dim() - dims
     starts = [0] * dims
-    for reach in plan.reduced:
+    for reach in reaches:
         starts[reach.dim - first] = reach.outputs(plan.coordinate[reach.axis])[0]
     _check_places(places, plan.out.shape[first:])
     target = _inside(places, plan.out.shape[first:], block[first:], starts)
@@ -178,14 +178,16 @@ def max_unpool(
 
 
 @lru_cache(maxsize=1024)
-def _unpool_plan(dims: int, spec: ShardTensorSpec, size: tuple[int, ...], *rest: tuple[int, ...]) -> WindowPlan:
+def _unpool_plan(
+    dims: int, spec: ShardTensorSpec, size: _Numbers, *rest: _Numbers
+) -> tuple[WindowPlan, tuple[Reach, ...]]:
     first = spec.ndim - dims
     meta = meta_like(spec)
     out = UNPOOL[dims](meta, torch.empty_like(meta, dtype=torch.long), size, *rest)
     input = spec.with_layout(slidable_layout(spec, first))
     cuts = cut_dims(input, first)
     reaches = [Reach(a, cut.dim, cut.sizes, (), resized_sizes(cut.sizes, out.shape[cut.dim])) for a, cut in cuts]
-    return WindowPlan(input, out_spec(input, reaches, out), (), tuple(reaches))
+    return WindowPlan(input, out_spec(input, reaches, out), ()), tuple(reaches)
 
 
 def _check_places(places: torch.Tensor, shape: Sequence[int]) -> None:

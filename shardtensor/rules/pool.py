@@ -124,13 +124,10 @@ def avg_pool(
     mesh = mesh_of(self)
     geometry = _geometry(dims, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
     plan, spans, local, scales = _plan(dims, spec_of(self, mesh), geometry)
-    block = local_in(self, plan.input.layout, mesh)
+    window = fetch_windows(local_in(self, plan.input.layout, mesh), plan)
+    result = window.new_empty(plan.made_shape) if plan.makes_nothing else _scaled(AVG[dims](window, *local), scales)
     for item in spans:
-        block = averaged(block, item, mesh, plan.coordinate[item.reach.axis])
-    window = fetch_windows(block, plan)
-    if plan.makes_nothing:
-        return wrap(window.new_empty(plan.out.local_shape), plan.out)
-    result = _scaled(AVG[dims](window, *local), scales)
+        result = averaged(result, item, mesh, plan.coordinate[item.reach.axis])
     return wrap(result.contiguous(memory_format=plan.out_format), plan.out)
 
 
@@ -149,16 +146,15 @@ def avg_pool_backward(
     geometry = _geometry(dims, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
     plan, spans, local, scales = _plan(dims, spec_of(self, mesh), geometry)
     grad = local_in(grad_output, plan.out.layout, mesh)
+    for item in reversed(spans):
+        grad = averaged_adjoint(grad, item, mesh, plan.coordinate[item.reach.axis])
     if plan.makes_nothing:
         found = grad.new_zeros(plan.window_shape)
     else:
         grad = _scaled(grad.clone(memory_format=torch.contiguous_format), scales) if scales else grad
         shaped = grad.new_empty(plan.window_shape).contiguous(memory_format=plan.input_format)
         found = AVG_BACKWARD[dims](grad, shaped, *local)
-    found = return_windows(found, plan)
-    for item in reversed(spans):
-        found = averaged_adjoint(found, item, mesh, plan.coordinate[item.reach.axis])
-    return wrap(found.contiguous(memory_format=plan.input_format), plan.dense_input)
+    return wrap(return_windows(found, plan).contiguous(memory_format=plan.input_format), plan.dense_input)
 
 
 @lru_cache(maxsize=1024)
@@ -178,12 +174,11 @@ def adaptive_avg_pool(dims: int, self: torch.Tensor, output_size: Sequence[int])
     mesh = mesh_of(self)
     plan, spans = _adaptive_plan(dims, spec_of(self, mesh), tuple(output_size))
     block = local_in(self, plan.input.layout, mesh)
+    # Dims averaged afterwards keep their rows here: adaptive pooling to a dim's own length does nothing.
+    shape = plan.made_shape
+    result = block.new_empty(shape) if plan.makes_nothing else ADAPTIVE[dims](block, shape[-dims:])
     for item in spans:
-        block = averaged(block, item, mesh, plan.coordinate[item.reach.axis])
-    if plan.makes_nothing:
-        return wrap(block.new_empty(plan.out.local_shape), plan.out)
-    # Dims averaged already keep their rows: adaptive pooling to a dim's own length does nothing.
-    result = ADAPTIVE[dims](block, plan.out.local_shape[-dims:])
+        result = averaged(result, item, mesh, plan.coordinate[item.reach.axis])
     return wrap(result.contiguous(memory_format=plan.out_format), plan.out)
 
 
@@ -191,12 +186,12 @@ def adaptive_avg_pool_backward(dims: int, grad_output: torch.Tensor, self: torch
     mesh = mesh_of(grad_output, self)
     plan, spans = _adaptive_plan(dims, spec_of(self, mesh), tuple(grad_output.shape[-dims:]))
     grad = local_in(grad_output, plan.out.layout, mesh)
+    for item in reversed(spans):
+        grad = averaged_adjoint(grad, item, mesh, plan.coordinate[item.reach.axis])
     if plan.makes_nothing:
         found = grad.new_zeros(plan.window_shape)
     else:
         found = ADAPTIVE_BACKWARD[dims](grad, grad.new_empty(plan.window_shape))
-    for item in reversed(spans):
-        found = averaged_adjoint(found, item, mesh, plan.coordinate[item.reach.axis])
     return wrap(found.contiguous(memory_format=plan.input_format), plan.dense_input)
 
 

@@ -35,7 +35,10 @@ class Sampling:
     scale: float | None
 
     def base(self, output: int) -> int:
-        """The input row at or before the place that an output samples; the op may round one row further."""
+        """The input row at or before the place that an output samples, which may lie outside where rows are repeated.
+
+        The op's own arithmetic may round to the next row on either side.
+        """
         if self.align_corners:
             ratio = (self.length - 1) / (self.out_length - 1) if self.out_length > 1 else 0.0
         else:
@@ -44,7 +47,9 @@ class Sampling:
         place = (
             (output + 0.5) * ratio - (0.5 if self.mode in ("linear", "cubic") else 0.0) if middle else output * ratio
         )
-        return min(max(int(place // 1), 0), self.length - 1)
+        # Farther out, all rows are the one at the edge.
+        low, high = (-2, self.length) if self.mode == "cubic" else (0, self.length - 1)
+        return min(max(int(place // 1), low), high)
 
     @property
     def whole_factor(self) -> int:
@@ -98,7 +103,9 @@ def _table(sampling: Sampling, dtype: torch.dtype, device: str) -> tuple[torch.T
     near = lowest + torch.arange(period, device=device)[:, None]
     weights = found.gather(0, near % period)
     weights = torch.where((near >= 0) & (near < sampling.length), weights, 0.0)
-    first = (weights != 0).int().argmax(0).clamp(max=period - taps)
+    # The op's first tap is the second of these, unless a weight outside its taps says otherwise.
+    first = torch.ones(sampling.out_length, dtype=torch.long, device=device)
+    first = torch.where(weights[0] != 0, 0, torch.where(weights[-1] != 0, 2, first))
     chosen = first + torch.arange(taps, device=device)[:, None]
     return near.gather(0, chosen).clamp(0, sampling.length - 1), weights.gather(0, chosen)
 

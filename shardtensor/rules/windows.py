@@ -46,29 +46,35 @@ class WindowPlan:
         input: the input's spec, cut only where the op can slide or run along.
         out: the output's spec.
         reaches: the cut dims that the op slides over, in the order in which they are fetched.
-        reduced: cut dims that are brought to the output's rows by another step before the kernel runs.
+        later: cut dims that the kernel leaves alone; another step brings them to the output's rows afterwards.
     """
 
     input: ShardTensorSpec
     out: ShardTensorSpec
     reaches: tuple[Reach, ...]
-    reduced: tuple[Reach, ...] = ()
+    later: tuple[Reach, ...] = ()
 
     @cached_property
     def window_shape(self) -> torch.Size:
         """Shape of what this rank's kernel runs on."""
         shape = list(self.input.local_shape)
-        for reach in self.reduced:
-            shape[reach.dim] = reach.out_sizes[self.coordinate[reach.axis]]
         for reach in self.reaches:
             start, stop = reach.windows[self.coordinate[reach.axis]]
             shape[reach.dim] = stop - start
         return torch.Size(shape)
 
     @cached_property
+    def made_shape(self) -> torch.Size:
+        """Shape of what this rank's kernel makes."""
+        shape = list(self.out.local_shape)
+        for reach in self.later:
+            shape[reach.dim] = self.window_shape[reach.dim]
+        return torch.Size(shape)
+
+    @cached_property
     def makes_nothing(self) -> bool:
-        """Whether this rank has no output: kernels are not called then, exchanges are still joined."""
-        return 0 in self.out.local_shape or 0 in self.window_shape
+        """Whether this rank's kernel has nothing to make: it is not called then, exchanges are still joined."""
+        return 0 in self.made_shape or 0 in self.window_shape
 
     @property
     def coordinate(self) -> tuple[int, ...]:
