@@ -16,6 +16,9 @@ _OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
+# Backends reduce neither bools nor short integers: 0 and 1 keep their meaning under max, min and product.
+_CARRIED = {torch.bool: torch.uint8, torch.int16: torch.int32}
+
 
 def _fake(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -24,12 +27,12 @@ def _fake(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
 @defined_op("all_reduce(Tensor x, str op, str group) -> Tensor", _fake)
 def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     process_group, _, size = resolve(group)
-    # Reductions are not defined for bool; 0 and 1 keep their meaning under max, min and product.
-    out = x.to(torch.uint8) if x.dtype == torch.bool else x.clone(memory_format=torch.contiguous_format)
+    carried = _CARRIED.get(x.dtype, x.dtype)
+    out = x.to(carried, copy=True, memory_format=torch.contiguous_format)
     if size > 1 and out.numel():
         with exchange("all_reduce", process_group, out.numel() * out.element_size()):
             dist.all_reduce(torch.view_as_real(out) if out.is_complex() else out, _OPS[op], group=process_group)
-    return out.to(torch.bool) if x.dtype == torch.bool else out
+    return out.to(x.dtype)
 
 
 def all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:

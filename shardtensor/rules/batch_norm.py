@@ -118,13 +118,14 @@ def _training(
         running_mean, running_var = (plan.beside(running) for running in (running_mean, running_var))
         found = torch.native_batch_norm(block, weight, bias, running_mean, running_var, True, momentum, eps)
         return wrap(found[0].contiguous(), plan.out), wrap(found[1], plan.channel), wrap(found[2], plan.channel)
-    centred, own_mean, squares = block_moments(block, plan.dims)
-    mean, squares = merged_moments(own_mean, squares, plan.out, plan.dims, plan.axes)
+    centred, own = block_moments(block, plan.dims)
+    moments = merged_moments(own, plan.out, plan.dims, plan.axes)
+    mean, squares = moments.centre + moments.rest, moments.squares
     _update(running_mean, mean.flatten(), momentum, plan)
     _update(running_var, squares.flatten() / max(plan.elements - 1, 0), momentum, plan)
     rstd = (squares / plan.elements + eps).rsqrt()
     scale = rstd if weight is None else rstd * plan.broadcast(weight)
-    shift = (own_mean - mean) * scale
+    shift = moments.shift_from(own) * scale
     out = centred.mul_(scale).add_(shift if bias is None else shift + plan.broadcast(bias))
     return (
         wrap(out.to(block.dtype).contiguous(), plan.out),

@@ -124,11 +124,11 @@ def native_group_norm(
     if not plan.axes:
         found = _whole_groups(block, weight, bias, plan, eps)
         return tuple(map(wrap, found, (plan.out, plan.statistics, plan.statistics)))  # type: ignore[return-value]
-    centred, own_mean, squares = block_moments(plan.by_group(block), (2, 3))
-    mean, squares = merged_moments(own_mean, squares, plan.out, plan.dims, plan.axes, plan.width)
-    rstd = (squares / plan.elements + eps).rsqrt()
+    centred, own = block_moments(plan.by_group(block), (2, 3))
+    moments = merged_moments(own, plan.out, plan.dims, plan.axes, plan.width)
+    mean, rstd = moments.centre + moments.rest, (moments.squares / plan.elements + eps).rsqrt()
     scale = rstd if weight is None else rstd * plan.of_channels(weight)
-    shift = (own_mean - mean) * scale
+    shift = moments.shift_from(own) * scale
     out = centred.mul_(scale).add_(shift if bias is None else shift + plan.of_channels(bias))
     return (
         wrap(out.view(block.shape).to(block.dtype), plan.out),

@@ -87,10 +87,10 @@ def native_layer_norm(
     if not rows.axes:
         out, mean, rstd = torch.native_layer_norm(block, normalized_shape, weight, bias, eps)
         return wrap(out, rows.out), wrap(mean, rows.statistics), wrap(rstd, rows.statistics)
-    centred, own_mean, squares = block_moments(block, rows.dims)
-    mean, squares = merged_moments(own_mean, squares, input._spec, rows.dims, rows.axes)
-    rstd = (squares / rows.elements + eps).rsqrt()
-    out = _scaled((centred + (own_mean - mean)).mul_(rstd), weight, bias)
+    centred, own = block_moments(block, rows.dims)
+    moments = merged_moments(own, input._spec, rows.dims, rows.axes)
+    mean, rstd = moments.centre + moments.rest, (moments.squares / rows.elements + eps).rsqrt()
+    out = _scaled((centred + moments.shift_from(own)).mul_(rstd), weight, bias)
     return wrap(out.to(block.dtype).contiguous(), rows.out), wrap(mean, rows.statistics), wrap(rstd, rows.statistics)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 import torch
 
@@ -14,67 +15,76 @@ from shardtensor.rules.reduction import Dims, Reduced, accumulation_dtype, reduc
 from shardtensor.spec import ShardTensorSpec, mesh_sizes
 from shardtensor.tensor import ShardTensor, wrap
 
-__all__ = ["block_moments", "merged_moments"]
+__all__ = ["Moments", "block_moments", "merged_moments"]
 
 aten = torch.ops.aten
 
 
-def block_moments(block: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The moments of one block over ``dims``, kept as length 1; of half precision in float32.
+class Moments(NamedTuple):
+    """Moments over some dims, kept as length 1; of half precision in float32.
 
-    Returns:
-        The block less its mean [block's shape], its mean, and the sum of its squared distances from it. Of an empty
-        block the latter two are zero.
+    Attributes:
+        centre: the mean to the precision of its dtype.
+        rest: what is missing to the mean: beside a mean of 3000, float32 drops 1e-4.
+        squares: sum of squared distances from the mean.
     """
+
+    centre: torch.Tensor
+    rest: torch.Tensor
+    squares: torch.Tensor
+
+    def shift_from(self, own: Moments) -> torch.Tensor:
+        """What to add to a block less its ``own.centre`` for it to be less this mean."""
+        return (own.centre - self.centre) - self.rest
+
+
+def block_moments(block: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, Moments]:
+    """A block less the ``centre`` of its moments over ``dims``, and the moments; those of an empty block are zero."""
     dtype = accumulation_dtype(block.dtype)
-    shape = [1 if dim in dims else length for dim, length in enumerate(block.shape)]
     if not block.numel():
-        zero = block.new_zeros(shape, dtype=dtype)
-        return block.to(dtype), zero, zero
-    # Two passes over the data: simple vectorised kernels, faster on CPU than torch.var_mean.
-    mean = torch.mean(block, dims, True, dtype=dtype)
-    centred = block - mean
-    return centred, mean, torch.linalg.vector_norm(centred, 2, dims, True).square()
+        zero = block.new_zeros([1 if dim in dims else length for dim, length in enumerate(block.shape)], dtype=dtype)
+        return block.to(dtype), Moments(zero, zero, zero)
+    # Passes of simple vectorised kernels: on CPU three times as fast as torch.var_mean.
+    centre = torch.mean(block, dims, True, dtype=dtype)
+    centred = block - centre
+    rest = torch.mean(centred, dims, True)
+    about_centre = torch.linalg.vector_norm(centred, 2, dims, True).square()
+    squares = (about_centre - rest.square() * (block.numel() // centre.numel())).clamp_min_(0)
+    return centred, Moments(centre, rest, squares)
 
 
 def merged_moments(
-    mean: torch.Tensor,
-    squares: torch.Tensor,
-    spec: ShardTensorSpec,
-    dims: tuple[int, ...],
-    axes: tuple[int, ...],
-    times: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    own: Moments, spec: ShardTensorSpec, dims: tuple[int, ...], axes: tuple[int, ...], times: int = 1
+) -> Moments:
     """The moments of the whole tensor over ``dims`` from those of the blocks (Chan's merge).
 
     Args:
-        mean: mean of this rank's block, any shape; anything finite where the block is empty.
-        squares: sum of squared distances from it, like ``mean``.
+        own: moments of this rank's block.
         spec: the tensor that was reduced.
         dims: the dims it was reduced over.
         axes: the mesh axes that cut them.
         times: elements that were put together besides, for each one along ``dims``.
 
     Returns:
-        Mean and sum of squared distances from it over the whole; nan where there is nothing to take the mean of.
+        Moments about the whole's mean; nan where there is nothing to take the mean of.
     """
+    centre, rest, squares = own
     for place, axis in enumerate(axes):
         counts = _counts(spec, dims, axes[: place + 1], axis, times)
-        packed = torch.stack((mean, squares)).unsqueeze(0)
+        packed = torch.stack((centre, rest, squares)).unsqueeze(0)
         parts = comm.all_gather(packed, 0, (1,) * len(counts), comm.group_of(spec.mesh, axis))
         filled = [rank for rank, count in enumerate(counts) if count]
         if not filled:
-            return torch.full_like(mean, torch.nan), torch.zeros_like(squares)
+            return Moments(torch.full_like(centre, torch.nan), rest, squares)
         parts = parts[filled] if len(filled) < len(counts) else parts
-        total = sum(counts)
-        weight = parts.new_tensor([counts[rank] for rank in filled]).view(-1, *(1,) * mean.dim())
-        means = parts[:, 0]
-        # Distances from the first mean: a large common mean would swallow the differences.
-        apart = means - means[0]
-        shift = (apart * weight).sum(0) / total
-        mean = means[0] + shift
-        squares = parts[:, 1].sum(0) + ((apart - shift).square() * weight).sum(0)
-    return mean, squares
+        weight = parts.new_tensor([counts[rank] for rank in filled]).view(-1, *(1,) * centre.dim())
+        centres = parts[:, 0]
+        # Distances from the first centre: a large common mean would swallow the differences.
+        apart = (centres - centres[0]) + parts[:, 1]
+        rest = (apart * weight).sum(0) / sum(counts)
+        squares = (parts[:, 2] + (apart - rest).square() * weight).sum(0)
+        centre = centres[0]
+    return Moments(centre, rest, squares)
 
 
 @lru_cache(maxsize=1024)
@@ -107,9 +117,10 @@ def _variance(
         return found[0], found[1], plan
     if not tensor.dtype.is_floating_point:
         torch.var_mean(block._local_tensor, plan.dims)  # torch's own error, on every rank
-    _, mean, squares = block_moments(block._local_tensor, plan.dims)
-    mean, squares = merged_moments(mean, squares, block._spec, plan.dims, plan.axes)
-    variance = squares / max(0.0, plan.elements - (1 if correction is None else correction))
+    _, own = block_moments(block._local_tensor, plan.dims)
+    moments = merged_moments(own, block._spec, plan.dims, plan.axes)
+    mean = moments.centre + moments.rest
+    variance = moments.squares / max(0.0, plan.elements - (1 if correction is None else correction))
     shape = plan.spec.local_shape
     return variance.to(tensor.dtype).view(shape), mean.to(tensor.dtype).view(shape), plan
 
