@@ -5,10 +5,11 @@ Autograd names a tensor's gradient by the tensor object, so none of these may ac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from shardtensor.boundary import in_layout
@@ -50,14 +51,20 @@ def set_requires_grad(self: torch.Tensor, value: bool) -> None:
 
 
 @function_rule(torch.Tensor.backward)
-def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+def backward(
+    self: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
     if isinstance(self, ShardTensor) and self._spec.partial_axes:
         # All ranks are here, which they may not be when one of them prints the loss: finish its sum now.
         layout = self._spec.resolved_layout
         self._local_tensor = redistribute_local(self._local_tensor, self._spec, layout)
         self._spec = self._spec.with_layout(layout)
-    with _off():
-        torch.Tensor.backward(self, *args, **kwargs)
+    # Not with torch functions off: what backward runs again (checkpoints) must find its weights promoted.
+    torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 @function_rule(torch.Tensor.retain_grad)
@@ -78,11 +85,58 @@ def register_hook(self: ShardTensor, hook: Callable[[Any], Any]) -> RemovableHan
 
 
 @function_rule(torch.autograd.grad)
-def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    asked: Sequence[Any] = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-    with _off():
-        found = torch.autograd.grad(outputs, asked, *args, **kwargs)
-        return tuple(
-            like_primal(item, tensor._spec) if isinstance(tensor, ShardTensor) else item
-            for item, tensor in zip(found, asked, strict=True)
-        )
+def grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> Any:
+    if isinstance(inputs, dict):
+        options = (grad_outputs, retain_graph, create_graph, only_inputs, allow_unused)
+        values = torch.autograd.grad(outputs, list(inputs.values()), *options, is_grads_batched, materialize_grads)
+        return dict(zip(inputs, values, strict=True))
+    sources, asked = _listed(outputs), _listed(inputs)
+    tensors = [item for item in (*sources, *asked) if isinstance(item, ShardTensor)]
+    if is_grads_batched or not all(tensor.requires_grad for tensor in tensors):
+        with _off():  # torch says what is wrong
+            return torch.autograd.grad(
+                outputs, inputs, grad_outputs, retain_graph, create_graph, only_inputs, allow_unused, is_grads_batched
+            )
+    given = _listed(grad_outputs) if grad_outputs is not None else [None] * len(sources)
+    found = torch.autograd.grad(
+        [_edge(source) for source in sources],
+        [_edge(tensor) for tensor in asked],
+        [_implied(source) if item is None else item for source, item in zip(sources, given, strict=True)],
+        retain_graph,
+        create_graph,
+        only_inputs,
+        True if materialize_grads else allow_unused,
+    )
+    pairs = zip(found, asked, strict=True)
+    laid = [like_primal(item, tensor._spec) if isinstance(tensor, ShardTensor) else item for item, tensor in pairs]
+    if materialize_grads:
+        laid = [torch.zeros_like(tensor) if item is None else item for item, tensor in zip(laid, asked, strict=True)]
+    return tuple(laid)
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) and not isinstance(value, GradientEdge) else [value]
+
+
+def _edge(tensor: Any) -> Any:
+    """A sharded tensor by its place in the graph: torch then looks for no torch function, and turns none off."""
+    return get_gradient_edge(tensor) if isinstance(tensor, ShardTensor) else tensor
+
+
+def _implied(output: Any) -> Any:
+    """The gradient of a scalar output with respect to itself."""
+    if not isinstance(output, ShardTensor):
+        return None
+    if output.numel() != 1:
+        raise RuntimeError(f"grad can be implicitly created only for scalar outputs, not for {tuple(output.shape)}")
+    return torch.ones_like(output)

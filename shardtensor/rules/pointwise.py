@@ -14,7 +14,7 @@ from shardtensor.registry import rule
 from shardtensor.rules.aliasing import refuse_lost_write
 from shardtensor.rules.layouts import common_layout, has_sum, local_in, mesh_of, operand_layout, spec_of
 from shardtensor.rules.memory import in_backward
-from shardtensor.spec import Layout, ShardTensorSpec, contiguous_stride
+from shardtensor.spec import Layout, Partial, Replicate, ShardTensorSpec, contiguous_stride
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["dense_stride", "formatted", "own_up", "pointwise", "pointwise_"]
@@ -100,12 +100,12 @@ def _general(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mesh = mesh_of(args, tuple(kwargs.values()))
     specs = [spec_of(arg, mesh) for arg in args if isinstance(arg, torch.Tensor)]
     shape = torch.broadcast_shapes(*(spec.shape for spec in specs))
-    layout = _pending_layout(op, args, specs) or common_layout(specs, shape)
+    layout = _pending_layout(op, args, specs, kwargs) or common_layout(specs, shape)
     lazy = []
     if in_backward() and op is not aten.clone.default:  # elsewhere somebody may write to a part of the result
         lazy = [dim for dim in range(len(shape)) if shape[dim] > 1 and all(_stands_still(s, dim, shape) for s in specs)]
     blocks = [
-        _first_rows(local_in(arg, operand_layout(layout, spec_of(arg, mesh), shape), mesh), lazy, len(shape))
+        _first_rows(local_in(arg, _lies(layout, spec_of(arg, mesh), shape), mesh), lazy, len(shape))
         if isinstance(arg, torch.Tensor)
         else arg
         for arg in args
@@ -118,12 +118,14 @@ def _general(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _wrapped(result, spec)
 
 
-def _pending_layout(op: Any, args: tuple[Any, ...], specs: list[ShardTensorSpec]) -> Layout | None:
+def _pending_layout(
+    op: Any, args: tuple[Any, ...], specs: list[ShardTensorSpec], kwargs: dict[str, Any] | None = None
+) -> Layout | None:
     """The layout of the result where pending sums may stay pending, else None: they are resolved first."""
     first = specs[0]
     if not isinstance(args[0], torch.Tensor) or not has_sum(first.layout):
         return None
-    if op in LINEAR or (op is aten._to_copy.default and first.dtype.is_floating_point):
+    if op in LINEAR or (op is aten._to_copy.default and _widens(kwargs or {}, first.dtype)):
         return first.layout
     if op in SCALING and all(spec.ndim == 0 and not spec.partial_axes for spec in specs[1:]):
         return first.layout
@@ -131,6 +133,21 @@ def _pending_layout(op: Any, args: tuple[Any, ...], specs: list[ShardTensorSpec]
     if op in ADDING and len(specs) == 2 and specs[1].layout == first.layout and specs[1].shape == first.shape:
         return first.layout
     return None
+
+
+def _lies(layout: Layout, spec: ShardTensorSpec, shape: torch.Size) -> Layout:
+    """How an operand must lie beside a result in ``layout``: a factor of a pending sum is whole on every rank."""
+    wanted = operand_layout(layout, spec, shape)
+    if spec.partial_axes or not has_sum(layout):
+        return wanted
+    return tuple(Replicate() if isinstance(entry, Partial) else entry for entry in wanted)
+
+
+def _widens(kwargs: dict[str, Any], dtype: torch.dtype) -> bool:
+    """Whether a conversion keeps every digit of what the ranks contribute."""
+    wanted = kwargs.get("dtype") or dtype
+    both = dtype.is_floating_point and wanted.is_floating_point
+    return both and torch.finfo(wanted).eps <= torch.finfo(dtype).eps
 
 
 def _stands_still(spec: ShardTensorSpec, dim: int, shape: torch.Size) -> bool:
@@ -187,7 +204,7 @@ def pointwise_(op: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     specs = [spec_of(target, mesh), *(spec_of(arg, mesh) for arg in args if isinstance(arg, torch.Tensor))]
     layout, shape = specs[0].layout, specs[0].shape
     blocks = [
-        local_in(arg, operand_layout(layout, spec_of(arg, mesh), shape), mesh) if isinstance(arg, torch.Tensor) else arg
+        local_in(arg, _lies(layout, spec_of(arg, mesh), shape), mesh) if isinstance(arg, torch.Tensor) else arg
         for arg in args
     ]
     op(target._local_tensor if isinstance(target, ShardTensor) else target, *blocks, **kwargs)
