@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -137,7 +137,7 @@ def _as_contribution(local: torch.Tensor, target: ShardTensorSpec, axis: int, op
 def _resize(local: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpec, axis: int) -> torch.Tensor:
     cut, want = spec.local_cut(axis), target.local_cut(axis)
     edges = (0, *accumulate(want.sizes))
-    windows = list(zip(edges, edges[1:], strict=False))
+    windows = list(pairwise(edges))
     if cut.outer == 1:
         return comm.halo_exchange(local, cut.dim, cut.sizes, windows, _group(spec, axis))
     folded = _folded(local, cut, cut.sizes[spec.coordinate[axis]])

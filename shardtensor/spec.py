@@ -118,7 +118,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def chunk_sizes(length: int, parts: int) -> tuple[int, ...]:
-    """Sizes that ``torch.chunk`` and DTensor give: equal blocks of ``ceil(length / parts)``, the last ones may be empty."""
+    """Sizes that ``torch.chunk`` and DTensor give: blocks of ``ceil(length / parts)``, the last ones may be empty."""
     step = -(-length // parts) if length else 0
     return tuple(max(0, min(step, length - rank * step)) for rank in range(parts))
 

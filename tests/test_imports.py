@@ -16,7 +16,8 @@ PACKAGES = {
 LAYERS = list(PACKAGES)  # lowest first: each may import itself and those before it
 RUNTIME_LAYERS = ["errors", "spec", "comm", "rules"]  # of shardtensor, lowest first
 COMMUNICATES = {"comm", "distribute", "ranks"}  # modules of shardtensor that may use all of torch.distributed
-KNOWS_ITS_TYPES = {"spec", "tensor", "boundary", "infer", "promotion"}  # may use these parts: meshes, placements, DTensor
+# Modules that may use its types: meshes, placements, DTensor.
+KNOWS_ITS_TYPES = {"spec", "tensor", "boundary", "infer", "promotion"}
 TYPES = ("torch.distributed.device_mesh", "torch.distributed.tensor")
 
 FILES = [(path, name) for name, folder in PACKAGES.items() for path in sorted(folder.rglob("*.py"))]
