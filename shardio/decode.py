@@ -13,6 +13,10 @@ from shardio.errors import DecodeError
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+NETCDF_FILL = 9.969209968386869e36
+"""What the NetCDF library gives floats where nothing was written and no other fill value was set; no real value."""
+
+
 @dataclass(frozen=True)
 class Decode:
     """How to decode one array; the default changes nothing.
@@ -34,8 +38,10 @@ class Decode:
     view: str | None = None
 
     @classmethod
-    def from_attrs(cls, attrs: Mapping[str, Any], dtype: np.dtype[Any]) -> Decode:
+    def from_attrs(cls, attrs: Mapping[str, Any], dtype: np.dtype[Any], default: float | None = None) -> Decode:
         """The policy that an array's attributes state, for values stored as `dtype`.
+
+        `default` is what floats without the attribute _FillValue have where no value was written (NETCDF_FILL).
 
         Raises DecodeError if an attribute that must be a number is none.
         """
@@ -44,6 +50,8 @@ class Decode:
         view = _unsigned_view(attrs, dtype)
         stored = np.dtype(view) if view else dtype
         missing = [value for key in ("_FillValue", "missing_value") for value in _numbers(attrs, key)]
+        if default is not None and dtype.kind == "f" and "_FillValue" not in attrs:
+            missing.append(default)
         held = (_as_stored(value, dtype, stored) for value in missing if not np.isnan(value))
         low, high = _valid_range(attrs, dtype, stored)
         return cls(
@@ -122,7 +130,7 @@ class Decode:
         if self.high is not None:
             tests.append(stored > stored.dtype.type(self.high))
         absent: Array | None = None
-        for test in tests:
+        for test in map(np.asarray, tests):  # of no dims, a comparison gives a scalar
             absent = test if absent is None else np.logical_or(absent, test, out=absent)
         return absent
 

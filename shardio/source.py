@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -47,7 +48,6 @@ class Source(ABC):
         dims, shape, chunks, partial: see Layout.
         dtype: dtype that `read_into` delivers: the stored one in native byte order.
         attrs: the stored attributes.
-        decode: how stored values become physical ones.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Source(ABC):
         attrs: Mapping[str, Any],
         partial: bool = False,
         decode: Decode | None = None,
+        default_missing: float | None = None,
     ) -> None:
         self.name = name
         self.dims = dims
@@ -69,7 +70,15 @@ class Source(ABC):
         self.dtype = dtype.newbyteorder("=") if dtype.kind in "iufcb" else dtype
         self.attrs = dict(attrs)
         self.partial = partial
-        self.decode = Decode.from_attrs(self.attrs, self.dtype) if decode is None else decode
+        self._decode = decode
+        self._default_missing = default_missing
+
+    @cached_property
+    def decode(self) -> Decode:
+        """How stored values become physical ones. Raises DecodeError if the attributes make no sense."""
+        if self._decode is not None:
+            return self._decode
+        return Decode.from_attrs(self.attrs, self.dtype, self._default_missing)
 
     @property
     def layout(self) -> Layout:

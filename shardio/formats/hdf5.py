@@ -14,6 +14,7 @@ import numpy as np
 
 from shardio import extras
 from shardio.box import Box, Span, shape_of, slices
+from shardio.decode import NETCDF_FILL
 from shardio.errors import CorruptChunkError, MissingChunkError, MissingFilterError, StoreNotFoundError
 from shardio.location import is_url, local_path
 from shardio.source import Format, Missing, Source, Store
@@ -41,6 +42,7 @@ class Hdf5Source(Source):
             dtype=dataset.dtype,
             attrs=attrs,
             partial=dataset.chunks is None,
+            default_missing=_default_missing(dataset),
         )
         # One element that equals the fill value cannot mislead (see formats/zarr.py).
         self._strict = strict and not (len(self.shape) <= 1 and math.prod(self.chunks) == 1)
@@ -195,6 +197,13 @@ def _check_filters(name: str, dataset: h5py.Dataset, url: str) -> None:
                 f"{name!r} in {url} is stored through {label}, which neither HDF5 nor the library hdf5plugin provides; "
                 f"rewrite it with another filter, or install that filter for HDF5"
             )
+
+
+def _default_missing(dataset: h5py.Dataset) -> float | None:
+    """The NetCDF library's own fill value, if the dataset was made with it."""
+    if dataset.dtype.kind != "f" or dataset.is_virtual:
+        return None
+    return NETCDF_FILL if dataset.fillvalue == np.asarray(NETCDF_FILL).astype(dataset.dtype) else None
 
 
 def _address(dataset: h5py.Dataset) -> tuple[int, int]:

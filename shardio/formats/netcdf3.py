@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardio.box import Box, slices
+from shardio.decode import NETCDF_FILL
 from shardio.errors import CorruptChunkError
 from shardio.location import local_path, starts_with
 from shardio.source import Format, Missing, Source, Store
@@ -28,7 +29,14 @@ class NetCDF3Source(Source):
 
     def __init__(self, name: str, dims: tuple[str, ...], values: np.ndarray[Any, Any], attrs: dict[str, Any]) -> None:
         super().__init__(
-            name, dims=dims, shape=values.shape, chunks=values.shape, dtype=values.dtype, attrs=attrs, partial=True
+            name,
+            dims=dims,
+            shape=values.shape,
+            chunks=values.shape,
+            dtype=values.dtype,
+            attrs=attrs,
+            partial=True,
+            default_missing=NETCDF_FILL,
         )
         self._values = values
 

@@ -82,6 +82,13 @@ def test_no_wider_array_is_made(kind: str) -> None:
     assert peak < 1.2 * stored.size  # the mask of one byte per value, and no more
 
 
+def test_a_single_value() -> None:
+    out, mask = np.empty((), np.float32), np.empty((), bool)
+    Decode(missing=(5, 7), low=0).apply(np.array(7, np.int16), out, mask)
+    assert np.isnan(out[()])
+    assert not mask[()]
+
+
 def test_valid_range_hides_what_lies_outside() -> None:
     stored = np.array([-5, 0, 7, 100, 101], np.int16)
     mask = np.empty(5, bool)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardio import Cut, Partition, open_store, plan, read
-from shardio.errors import CorruptChunkError, MissingChunkError, MissingFilterError, StoreNotFoundError
+from shardio.errors import CorruptChunkError, DecodeError, MissingChunkError, MissingFilterError, StoreNotFoundError
 from shardio.source import Store
 from shardio.testing import CountingStore, Expected, SourceContract
 from shardio.text import strings
@@ -148,6 +148,36 @@ def test_big_chunks_keep_a_cache_that_holds_them(tmp_path: Path) -> None:
         for step in range(8):
             part = read(source, plan(Partition(()), source.layout, index={"dim_0": step}), dtype=torch.float64)
             np.testing.assert_array_equal(part.numpy(), whole[step])
+
+
+def test_what_netcdf_never_wrote_is_missing(shared_data: Path) -> None:
+    """42 of 100 cells lie outside the basin and hold the NetCDF library's fill value, with no attribute to say so."""
+    with open_store(shared_data / "weather-series/vic/VIC_temperatures.nc") as store:
+        source = store["Avg_temp"]
+        assert "_FillValue" not in source.attrs
+        found = read(source, plan(Partition(()), source.layout, index={"time": 0}))
+        assert int(found.isnan().sum()) == 42
+        assert float(found.nan_to_num().abs().max()) < 100
+
+
+def test_the_same_number_in_a_plain_hdf5_file_is_a_number(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.array([9.969209968386869e36])
+    with open_store(tmp_path / "a.h5") as store:
+        assert read(store["x"], plan(Partition(()), store["x"].layout), dtype=torch.float64).tolist() == [
+            9.969209968386869e36
+        ]
+
+
+def test_an_attribute_without_sense_stops_only_its_own_array(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"], file["y"] = np.zeros(3), np.zeros(3)
+        file["x"].attrs["missing_value"] = "none"
+    with open_store(tmp_path / "a.h5") as store:
+        planned = plan(Partition(()), store["y"].layout)
+        assert read(store["y"], planned).tolist() == [0, 0, 0]
+        with pytest.raises(DecodeError, match="missing_value = 'none' is no number"):
+            read(store["x"], planned)
 
 
 def test_linked_coordinates_share_one_dim_name(shared_data: Path) -> None:
