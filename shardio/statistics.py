@@ -141,7 +141,7 @@ def compute(
         name: [delayed(_moments)(store[name], block, grid.level, counted, pure=False) for block in blocks[name]]
         for name in names
     }
-    (found,) = compute_all(work, scheduler="threads", num_workers=threads)  # type: ignore[no-untyped-call]
+    (found,) = compute_all(work, scheduler="threads", num_workers=threads)
     return Statistics({name: _merged(found[name]) for name in names})
 
 

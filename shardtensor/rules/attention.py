@@ -97,7 +97,7 @@ def _matched(
     if lead[0] == lead[1] == lead[2] and query.dim() == key.dim() == value.dim():
         return query, key, value
     try:
-        common = torch.broadcast_shapes(*lead)  # type: ignore[no-untyped-call]
+        common = torch.broadcast_shapes(*lead)
     except RuntimeError as error:
         raise OpError(f"scaled_dot_product_attention: leading dims do not go together: {shapes}") from error
     return tuple(x.expand(*common, *x.shape[-tail:]) for x in (query, key, value))  # type: ignore[return-value]

@@ -45,7 +45,7 @@ Operand = torch.Tensor | None
 @lru_cache(maxsize=1024)
 def _met(specs: tuple[ShardTensorSpec, ...]) -> tuple[ShardTensorSpec, ShardTensorSpec]:
     """Where broadcast operands meet: the spec of the element-wise loss, and that of its sum."""
-    shape = torch.broadcast_shapes(*(spec.shape for spec in specs))  # type: ignore[no-untyped-call]
+    shape = torch.broadcast_shapes(*(spec.shape for spec in specs))
     layout = common_layout(specs, shape)
     mesh, dtype = specs[0].mesh, specs[0].dtype
     pending = tuple(Partial("sum") if isinstance(entry, Cut) else entry for entry in layout)

@@ -121,7 +121,7 @@ def sampled(op: Any, *args: Any, generator: Generator = None) -> ShardTensor:
     """An op that draws each element from a distribution given by the same element of its operands."""
     mesh = mesh_of(args)
     specs = [spec_of(arg, mesh) for arg in args if isinstance(arg, torch.Tensor)]
-    shape = torch.broadcast_shapes(*(spec.shape for spec in specs))  # type: ignore[no-untyped-call]
+    shape = torch.broadcast_shapes(*(spec.shape for spec in specs))
     layout = common_layout(specs, shape)
     blocks = [
         local_in(arg, operand_layout(layout, spec_of(arg, mesh), shape), mesh) if isinstance(arg, torch.Tensor) else arg
