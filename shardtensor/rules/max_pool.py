@@ -16,6 +16,7 @@ from shardtensor.rules.windows import (
     cut_dims,
     enter_by_dims,
     fetch_windows,
+    format_of,
     meta_like,
     out_spec,
     per_dim,
@@ -158,11 +159,16 @@ def max_unpool(
     self: torch.Tensor,
     indices: torch.Tensor,
     output_size: Sequence[int],
-    *rest: Sequence[int],
+    *_: Sequence[int],
 ) -> ShardTensor:
-    """The values travel, not the larger result: every rank places those that belong into its own rows."""
+    """The values travel, not the larger result: every rank places those that belong into its own rows.
+
+    What `max_unpool3d` takes beside, stride and padding, has no effect once the output's size is known.
+    """
     mesh = mesh_of(self, indices)
-    plan, reaches = _unpool_plan(dims, spec_of(self, mesh), tuple(output_size), *(tuple(item) for item in rest))
+    if self.shape != indices.shape:
+        raise OpError(f"max_unpool: values {tuple(self.shape)} and indices {tuple(indices.shape)} must have one shape")
+    plan, reaches = _unpool_plan(dims, spec_of(self, mesh), tuple(output_size))
     layout = slidable_layout(plan.input, 0, tuple(reach.dim for reach in reaches))
     values, places = local_in(self, layout, mesh), local_in(indices, layout, mesh)
     block, first = plan.out.local_shape, self.dim() - dims
@@ -178,12 +184,12 @@ def max_unpool(
 
 
 @lru_cache(maxsize=1024)
-def _unpool_plan(
-    dims: int, spec: ShardTensorSpec, size: _Numbers, *rest: _Numbers
-) -> tuple[WindowPlan, tuple[Reach, ...]]:
+def _unpool_plan(dims: int, spec: ShardTensorSpec, size: _Numbers) -> tuple[WindowPlan, tuple[Reach, ...]]:
     first = spec.ndim - dims
-    meta = meta_like(spec)
-    out = UNPOOL[dims](meta, torch.empty_like(meta, dtype=torch.long), size, *rest)
+    if first < 1 or len(size) != dims:
+        raise OpError(f"max_unpool: {tuple(spec.shape)} has no {dims} dims behind its channels to bring to {size}")
+    # A shape to read off; torch's own shape inference takes seconds here.
+    out = torch.empty((*spec.shape[:first], *size), dtype=spec.dtype, device="meta", memory_format=format_of(spec))
     input = spec.with_layout(slidable_layout(spec, first))
     cuts = cut_dims(input, first)
     reaches = [Reach(a, cut.dim, cut.sizes, (), resized_sizes(cut.sizes, out.shape[cut.dim])) for a, cut in cuts]
