@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES / "weather"))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1] / "examples" / "weather"), str(HERE)]
 
 
 @pytest.fixture(scope="session")

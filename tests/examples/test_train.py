@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,60 +12,11 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from programs import start
 
-TRAIN = Path(__file__).resolve().parents[2] / "examples" / "weather" / "train.py"
 pytestmark = pytest.mark.timeout(900)  # programs are started, several at once
 
 QUICK = ("--steps", "12", "--batch", "4", "--width", "8", "--save-every", "4", "--held-out", "0.4", "--seed", "3")
-
-
-@dataclass(frozen=True)
-class Run:
-    """Started programs and where they write what they say."""
-
-    processes: Sequence[subprocess.Popen[bytes]]
-    log: Path
-
-    def finish(self, seconds: float = 300) -> str:
-        """Wait for all; what they said. None may fail."""
-        codes = self.wait(seconds)
-        assert not any(codes), self.log.read_text()
-        return self.log.read_text()
-
-    def wait(self, seconds: float = 300) -> list[int]:
-        """Wait for all; their exit codes."""
-        deadline = time.monotonic() + seconds
-        try:
-            return [process.wait(max(1.0, deadline - time.monotonic())) for process in self.processes]
-        except subprocess.TimeoutExpired:
-            for process in self.processes:
-                process.terminate()  # which torchrun passes on to its ranks
-            pytest.fail(f"not done after {seconds} s: {self.log.read_text()}")
-
-    def kill(self) -> None:
-        """Kill all without a word of warning."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
-
-
-def start(folder: Path, *options: str | Path, launcher: Sequence[str] = (), ranks: int = 1) -> Run:
-    """Start train.py with `--out folder`; with `ranks`, as a cluster's launcher does it, without torchrun."""
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, *launcher, str(TRAIN), "--out", str(folder), *map(str, options)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if ranks > 1:
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    environments = [
-        shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else shared for rank in range(ranks)
-    ]
-    log = folder / "log.txt"
-    with log.open("a") as file:
-        return Run([subprocess.Popen(command, stdout=file, stderr=file, env=one) for one in environments], log)
 
 
 def result(folder: Path) -> dict[str, Any]:
@@ -83,7 +28,7 @@ def result(folder: Path) -> dict[str, Any]:
 def unbroken(weather_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a training in one process."""
     folder = tmp_path_factory.mktemp("unbroken")
-    output = start(folder, "--data", weather_store, *QUICK).finish()
+    output = start(folder / "log.txt", "weather/train.py", "--out", folder, "--data", weather_store, *QUICK).finish()
     assert "6 hours ahead" in output
     return folder
 
@@ -104,8 +49,8 @@ def test_one_process_reports_what_it_did(unbroken: Path, weather_store: Path) ->
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_and_resumed_is_as_unbroken(ranks: int, unbroken: Path, weather_store: Path, tmp_path: Path) -> None:
-    options = ("--data", weather_store, "--compare", unbroken, *QUICK)
-    run = start(tmp_path, *options, ranks=ranks)
+    options = ("weather/train.py", "--out", tmp_path, "--data", weather_store, "--compare", unbroken, *QUICK)
+    run = start(tmp_path / "log.txt", *options, ranks=ranks)
     deadline = time.monotonic() + 300
     while not (tmp_path / checkpoint.NAME).exists() and time.monotonic() < deadline:
         assert not any(process.poll() for process in run.processes), run.log.read_text()
@@ -115,7 +60,7 @@ def test_killed_and_resumed_is_as_unbroken(ranks: int, unbroken: Path, weather_s
     assert saved is not None
     assert not (tmp_path / "report.json").exists(), "it was to be killed before its end"
     assert saved["step"] < 12
-    start(tmp_path, *options, "--resume", ranks=ranks).finish()
+    start(tmp_path / "log.txt", *options, "--resume", ranks=ranks).finish()
     ours, theirs = checkpoint.load(tmp_path), checkpoint.load(unbroken)
     assert ours is not None
     assert theirs is not None
@@ -131,9 +76,8 @@ def test_killed_and_resumed_is_as_unbroken(ranks: int, unbroken: Path, weather_s
 
 
 def test_two_groups_of_two_ranks(unbroken: Path, weather_store: Path, tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-    options = ("--data", weather_store, "--compare", unbroken, "--domain", "2", *QUICK)
-    start(tmp_path, *options, launcher=torchrun).finish()
+    options = ("weather/train.py", "--out", tmp_path, "--data", weather_store, "--compare", unbroken, *QUICK)
+    start(tmp_path / "log.txt", *options, "--domain", "2", torchrun=4).finish()
     found = result(tmp_path)
     assert found["difference_to_one_process"]["loss"] < 1e-4
     assert found["difference_to_one_process"]["weights"] < 1e-4
@@ -145,13 +89,13 @@ def test_it_beats_persistence_on_real_weather(shared_data: Path, tmp_path: Path)
     series = shared_data / "weather-series" / "era5-2mt-2019-03-uk.grib"
     if not series.exists():
         pytest.skip(f"{series} is not there")
-    start(tmp_path, "--data", series, "--steps", "60").finish()
+    start(tmp_path / "log.txt", "weather/train.py", "--out", tmp_path, "--data", series, "--steps", "60").finish()
     found = result(tmp_path)
     assert found["lead"] == "6 hours"
     assert found["rmse"]["t2m"] < 0.85 * found["rmse_persistence"]["t2m"]
 
 
 def test_a_lead_between_steps_is_told(weather_store: Path, tmp_path: Path) -> None:
-    run = start(tmp_path, "--data", weather_store, "--lead", "5")
+    run = start(tmp_path / "log.txt", "weather/train.py", "--out", tmp_path, "--data", weather_store, "--lead", "5")
     assert run.wait() != [0]
     assert "no multiple of the step" in run.log.read_text()
