@@ -8,14 +8,18 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections import ChainMap
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import reduce
+from io import BytesIO
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardtensor.errors import ShardTensorError
@@ -56,15 +60,12 @@ class RankPool:
         Raises:
             RankError: a rank raised or did not answer in time; the ranks are then started anew.
         """
-        import cloudpickle  # in the extra "test"
-
         __tracebackhide__ = True  # pytest then shows the line of the test
         count = torch.Size(mesh).numel()
         if count > self.world or mesh not in self.MESHES:
             raise RankError(f"no mesh {mesh} on {self.world} ranks: choose one of {self.MESHES}, or start more ranks")
         self._start()
-        with _by_value(_modules_of((function, *args))):
-            job = cloudpickle.dumps((function, args))
+        job = _pickled((function, args), _modules_of((function, *args)))
         for pipe in self._pipes[:count]:
             pipe.send((mesh, job))
         return self._collect(count)
@@ -135,16 +136,31 @@ def _modules_of(values: Iterable[Any]) -> set[str]:
     return {name for name in names if name.partition(".")[0] not in IMPORTED and name in sys.modules}
 
 
-@contextmanager
-def _by_value(names: set[str]) -> Iterator[None]:
-    """Inside the block, cloudpickle sends what these modules define by value."""
-    import cloudpickle
+def _pickled(value: Any, by_value: set[str]) -> bytes:
+    """The value as bytes, with what these modules define; ops travel by name, which cloudpickle alone cannot do."""
+    import cloudpickle  # in the extra "test"
 
-    with ExitStack() as stack:
-        for name in names:
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        dispatch_table: ClassVar[Any] = ChainMap(
+            {
+                OpOverload: lambda op: (_op_at, (str(op),)),
+                OpOverloadPacket: lambda op: (_op_at, (str(op),)),
+                type(torch.ops.aten): lambda namespace: (_op_at, (namespace.name,)),
+                type(torch.ops): lambda ops: (_op_at, ("",)),
+            },
+            cloudpickle.Pickler.dispatch_table,
+        )
+
+    with ExitStack() as stack, BytesIO() as buffer:
+        for name in by_value:
             cloudpickle.register_pickle_by_value(sys.modules[name])
             stack.callback(cloudpickle.unregister_pickle_by_value, sys.modules[name])
-        yield
+        Pickler(buffer).dump(value)
+        return buffer.getvalue()
+
+
+def _op_at(path: str) -> Any:
+    return reduce(getattr, path.split(".") if path else [], torch.ops)
 
 
 def _context() -> Any:

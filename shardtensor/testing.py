@@ -39,8 +39,8 @@ def shard(
         for axis in range(mesh.ndim)
     )
     whole = ShardTensorSpec.of(mesh, replicate(mesh.ndim), tensor.shape, tensor.dtype)
-    local = redistribute_local(tensor.detach(), whole, layout).contiguous()
-    result = wrap(local.clone() if local is tensor else local, whole.with_layout(layout))
+    local = redistribute_local(tensor.detach(), whole, layout).clone(memory_format=torch.contiguous_format)
+    result = wrap(local, whole.with_layout(layout))
     return result.requires_grad_() if requires_grad else result  # type: ignore[return-value]
 
 
