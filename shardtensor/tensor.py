@@ -236,6 +236,8 @@ class ShardTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         rule = RULES.get(func) or partial(run_replicated, func)
+        if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
+            rule = partial(_outside_inference, rule)
         try:
             if running_traces:
                 with op_scope(str(func)):
@@ -285,6 +287,12 @@ def _rebuild(local_tensor: torch.Tensor, spec: ShardTensorSpec, requires_grad: b
 
 torch.serialization.add_safe_globals([_rebuild, ShardTensorSpec, TensorMeta, Cut])
 promotion.SETTLED.add(ShardTensor)
+
+
+def _outside_inference(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Under ``inference_mode``, torch takes a view of a normal tensor for a normal tensor: it must be one."""
+    with torch.inference_mode(False), torch.no_grad():
+        return rule(*args, **kwargs)
 
 
 def _documented_new(

@@ -45,7 +45,10 @@ def group_of(mesh: DeviceMesh, axis: int) -> str:
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes as one dim, in which every backend can send every dtype; a view where ``x`` is contiguous."""
-    return x.resolve_conj().resolve_neg().flatten().view(torch.uint8)
+    flat = x.resolve_conj().resolve_neg().flatten()
+    if flat.stride(0) != 1:  # a column of a matrix; torch calls one of a single element contiguous, too
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def finished(x: torch.Tensor) -> torch.Tensor:
