@@ -1,11 +1,11 @@
 """The error tree of the runtime; every error also is the built-in that a user would catch.
 
-    ShardTensorError
-    |-- LayoutError            (ValueError)    shards that do not fit the tensor, the mesh or each other
-    |-- RankDisagreementError  (ValueError)    ranks passed different facts to one collective call
-    |-- OpError                (RuntimeError)  an op failed inside dispatch, or its arguments cannot be honoured
-    |   `-- MissingRuleError                   an op has no rule and strict() is on
-    `-- CollectiveError        (RuntimeError)  an exchange between ranks failed
+ShardTensorError
+|-- LayoutError            (ValueError)    shards that do not fit the tensor, the mesh or each other
+|-- RankDisagreementError  (ValueError)    ranks passed different facts to one collective call
+|-- OpError                (RuntimeError)  an op failed inside dispatch, or its arguments cannot be honoured
+|   `-- MissingRuleError                   an op has no rule and strict() is on
+`-- CollectiveError        (RuntimeError)  an exchange between ranks failed
 """
 
 from __future__ import annotations
