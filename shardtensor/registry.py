@@ -7,10 +7,21 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 
 from shardtensor.errors import ShardTensorError
 
-__all__ = ["FUNCTIONS", "NAMED_FUNCTIONS", "RULES", "function_rule", "is_strict", "rule", "strict", "table"]
+__all__ = [
+    "FUNCTIONS",
+    "NAMED_FUNCTIONS",
+    "RULES",
+    "function_rule",
+    "is_strict",
+    "named_handler",
+    "rule",
+    "strict",
+    "table",
+]
 
 Rule = Callable[..., Any]
 Decorated = TypeVar("Decorated", bound=Rule)
@@ -57,6 +68,13 @@ def function_rule(*functions: Callable[..., Any]) -> Callable[[Decorated], Decor
         return replacement
 
     return enter
+
+
+def named_handler(func: Any) -> Rule | None:
+    """The handler of an op made with ``torch.library``, called as op or as overload."""
+    if isinstance(func, OpOverload):
+        return NAMED_FUNCTIONS.get(str(func))
+    return NAMED_FUNCTIONS.get(f"{func}.default") if isinstance(func, OpOverloadPacket) else None
 
 
 _strict = 0

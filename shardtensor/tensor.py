@@ -18,7 +18,7 @@ from shardtensor.comm.trace import running as running_traces
 from shardtensor.errors import LayoutError, OpError
 from shardtensor.fallback import run_replicated
 from shardtensor.promotion import TensorPromotionMode
-from shardtensor.registry import FUNCTIONS, NAMED_FUNCTIONS, RULES
+from shardtensor.registry import FUNCTIONS, NAMED_FUNCTIONS, RULES, named_handler
 from shardtensor.spec import Cut, DeviceMesh, Layout, Placement, ShardTensorSpec, TensorMeta, replicate
 
 __all__ = ["ShardTensor", "wrap"]
@@ -39,7 +39,7 @@ class ShardTensor(torch.Tensor):
 
     _local_tensor: torch.Tensor
     _spec: ShardTensorSpec
-    _is_moved_view: bool = False  # a view that is a copy, as its rows had to move between ranks: see rules/aliasing.py
+    _moved_view: str = ""  # when a view became a copy, as its rows had to move between ranks: see rules/aliasing.py
     __slots__ = ("_local_tensor", "_spec")
 
     @staticmethod
@@ -224,7 +224,7 @@ class ShardTensor(torch.Tensor):
     ) -> Any:
         handler = FUNCTIONS.get(func)
         if handler is None and NAMED_FUNCTIONS:
-            handler = NAMED_FUNCTIONS.get(str(func))
+            handler = named_handler(func)
         if handler is not None:
             return handler(func, types, args, kwargs or {})
         args, kwargs = promotion.promoted(func, args, kwargs)
