@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
 from shardtensor.errors import OpError
 from shardtensor.registry import rule
@@ -124,7 +125,7 @@ def squeeze(self: ShardTensor) -> ShardTensor:
 
 
 @rule(aten.squeeze.dim)
-def squeezecounted(self: ShardTensor, dim: int) -> ShardTensor:
+def squeeze_dim(self: ShardTensor, dim: int) -> ShardTensor:
     return _squeeze(self, (dim,))
 
 
@@ -195,24 +196,40 @@ def _diagonal(spec: ShardTensorSpec, offset: int, dim1: int, dim2: int) -> Shard
     return ShardTensorSpec.of(spec.mesh, moved_dims(spec.layout, kept.index), meta.shape, spec.dtype, meta.stride())
 
 
+def _in_place(op: Any, out_of_place: Callable[..., ShardTensor]) -> None:
+    """Enter the rule of an op that renames the dims of the tensor itself; torch's own second derivatives use them."""
+
+    @rule(op)
+    def renamed(self: ShardTensor, *args: Any) -> ShardTensor:
+        result = out_of_place(self, *args)
+        with no_dispatch():  # the wrapper's own sizes and strides; it has no data to touch
+            op(self, *args)
+        self._local_tensor, self._spec = result._local_tensor, result._spec
+        if self._is_view() and result._moved_view:
+            self._moved_view = result._moved_view
+        return self
+
+
+_in_place(aten.t_.default, t)
+_in_place(aten.transpose_.default, transpose)
+_in_place(aten.squeeze_.default, squeeze)
+_in_place(aten.squeeze_.dim, squeeze_dim)
+_in_place(aten.squeeze_.dims, squeeze_dims)
+_in_place(aten.unsqueeze_.default, unsqueeze)
+
+
 @rule(
-    aten.t_.default,
-    aten.transpose_.default,
-    aten.squeeze_.default,
-    aten.squeeze_.dim,
-    aten.squeeze_.dims,
-    aten.unsqueeze_.default,
     aten.as_strided_.default,
     aten.resize_.default,
     aten.set_.source_Tensor,
 )
 def refused(self: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
-    """In-place changes of the shape: a wrapper's shape is fixed.
+    """In-place changes of what the elements are.
 
     Raises:
         OpError: always.
     """
     raise OpError(
         f"the shape of a sharded tensor {tuple(self._spec.shape)} cannot be changed in place: use the op without the "
-        f"trailing underscore (x = x.squeeze(0), x = x.transpose(0, 1))"
+        f"trailing underscore (x = x.as_strided(...))"
     )

@@ -69,13 +69,14 @@ def merged_moments(
         Moments about the whole's mean; nan where there is nothing to take the mean of.
     """
     centre, rest, squares = own
+    counts: tuple[int, ...] = ()
     for place, axis in enumerate(axes):
         counts = _counts(spec, dims, axes[: place + 1], axis, times)
         packed = torch.stack((centre, rest, squares)).unsqueeze(0)
         parts = comm.all_gather(packed, 0, (1,) * len(counts), comm.group_of(spec.mesh, axis))
         filled = [rank for rank, count in enumerate(counts) if count]
         if not filled:
-            return Moments(torch.full_like(centre, torch.nan), rest, squares)
+            continue  # nothing along this axis; there may be something along the next
         parts = parts[filled] if len(filled) < len(counts) else parts
         weight = parts.new_tensor([counts[rank] for rank in filled]).view(-1, *(1,) * centre.dim())
         centres = parts[:, 0]
@@ -84,6 +85,8 @@ def merged_moments(
         rest = (apart * weight).sum(0) / sum(counts)
         squares = (parts[:, 2] + (apart - rest).square() * weight).sum(0)
         centre = centres[0]
+    if axes and not sum(counts):
+        centre = torch.full_like(centre, torch.nan)
     return Moments(centre, rest, squares)
 
 

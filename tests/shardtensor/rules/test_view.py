@@ -220,6 +220,19 @@ def test_writing_through_views(ranks):
     ranks.same_as_plain(write, values(2, 8, 12), dim=1, sizes=(5, 3))
 
 
+def test_dims_renamed_in_place(ranks):
+    def rename(x):
+        y = x * 2
+        y.unsqueeze_(-1).transpose_(0, 1)
+        y = y.sin()
+        y.squeeze_()
+        return y.squeeze_(0)
+
+    ranks.same_as_plain(rename, values(2, 8, 12), dim=1, sizes=(5, 3))
+    ranks.same_as_plain(lambda x: (2 * x).squeeze_(1), values(2, 1, 12), dim=1, sizes=(1, 0))
+    ranks.same_as_plain(lambda x: (2 * x).t_(), values(7, 12), dim=0, sizes=(5, 2))
+
+
 def test_writing_to_a_view_that_moved_is_refused(ranks):
     def check(mesh):
         x = shard(values(2, 28, 6), mesh, {0: (1, (13, 15))})
@@ -228,7 +241,7 @@ def test_writing_to_a_view_that_moved_is_refused(ranks):
         with pytest.raises(OpError, match="in-place write to a view"):
             x[:, 3].zero_()
         with pytest.raises(OpError, match="cannot be changed in place"):
-            x.unsqueeze_(0)
+            x.resize_(28, 12)
         with pytest.raises(ValueError, match="does not hold"):
             x.view(2, 5, -1)
         x.view(2, 7, 4, 6).clone().add_(1)
