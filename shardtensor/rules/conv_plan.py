@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardtensor.errors import OpError
+from shardtensor.rules.conv_overlap import Borders, borders_of
 from shardtensor.rules.stencil import Reach, slide, spread
 from shardtensor.rules.windows import WindowPlan, cut_dims, format_of, meta_like, out_spec, per_dim, slidable_layout
 from shardtensor.spec import Cut, Partial, Replicate, ShardTensorSpec
@@ -33,6 +34,10 @@ class Geometry(NamedTuple):
     def arguments(self) -> tuple[Any, ...]:
         """What the op takes after input, weight and bias."""
         return self[1:]
+
+    def along(self, dim: int) -> tuple[int, int, int, int]:
+        """Kernel, stride, padding and dilation along a tensor dim."""
+        return self.weight[dim], self.stride[dim - 2], self.padding[dim - 2], self.dilation[dim - 2]
 
     def local(self, reaches: Sequence[Reach]) -> Geometry:
         """The geometry of the kernel that runs on the window: what is padded there has been fetched."""
@@ -73,11 +78,36 @@ class ConvPlan(NamedTuple):
     """Every rank that holds a part of the input brings a part of the sum."""
     bias_grad: ShardTensorSpec
     """Likewise."""
+    borders: Borders | None
+    """How to convolve a large block while its halo is on its way."""
 
     def full_length(self, dim: int) -> int:
         """Length along ``dim`` of what a transposed convolution makes of this rank's window."""
         rows, geometry = self.windows.window_shape[dim], self.local
         return (rows - 1) * geometry.stride[dim - 2] + geometry.dilation[dim - 2] * (geometry.weight[dim] - 1) + 1
+
+
+def _reaches(
+    input: ShardTensorSpec, geometry: Geometry, out: torch.Tensor
+) -> tuple[list[Reach], list[tuple[int, int, int]]]:
+    """What is slid over, and for transposed ones this rank's trims."""
+    reaches, trims = [], []
+    for axis, cut in cut_dims(input, 2):
+        if geometry.transposed:
+            out_sizes, windows, starts = spread(cut.sizes, out.shape[cut.dim], *geometry.along(cut.dim))
+            rank = input.coordinate[axis]
+            trims.append((cut.dim, starts[rank], out_sizes[rank]))
+        else:
+            out_sizes, windows = slide(cut.sizes, out.shape[cut.dim], *geometry.along(cut.dim))
+        reaches.append(Reach(axis, cut.dim, cut.sizes, windows, out_sizes))
+    return reaches, trims
+
+
+def _borders(input: ShardTensorSpec, geometry: Geometry, reaches: list[Reach]) -> Borders | None:
+    if geometry.transposed or len(reaches) != 1 or reaches[0].is_local or format_of(input) != torch.contiguous_format:
+        return None
+    kernel, stride, padding, dilation = geometry.along(reaches[0].dim)
+    return borders_of(reaches[0], input, stride, padding, dilation * (kernel - 1))
 
 
 @lru_cache(maxsize=1024)
@@ -108,21 +138,10 @@ def plan_of(
     out = aten.convolution.default(meta_like(spec), weight, None, *geometry.arguments)
     if weight_is_channels_last or format_of(spec) != torch.contiguous_format:
         out = out.contiguous(memory_format=torch.channels_last if spec.ndim == 4 else torch.channels_last_3d)
-    reaches, trims = [], []
-    for axis, cut in cut_dims(input, 2):
-        place = cut.dim - 2
-        length = out.shape[cut.dim]
-        row = (geometry.weight[cut.dim], geometry.stride[place], geometry.padding[place], geometry.dilation[place])
-        if geometry.transposed:
-            out_sizes, windows, starts = spread(cut.sizes, length, *row)
-            rank = input.coordinate[axis]
-            trims.append((cut.dim, starts[rank], out_sizes[rank]))
-            reaches.append(Reach(axis, cut.dim, cut.sizes, windows, out_sizes))
-        else:
-            out_sizes, windows = slide(cut.sizes, length, *row)
-            reaches.append(Reach(axis, cut.dim, cut.sizes, windows, out_sizes))
+    reaches, trims = _reaches(input, geometry, out)
     windows_plan = WindowPlan(input, out_spec(input, reaches, out), tuple(reaches))
     summed = tuple(Partial("sum") if isinstance(entry, Cut) else Replicate() for entry in input.layout)
     weight_grad = ShardTensorSpec.of(spec.mesh, summed, shape, dtype)
     bias_grad = ShardTensorSpec.of(spec.mesh, summed, (out.shape[1],), dtype)
-    return ConvPlan(windows_plan, geometry.local(reaches), tuple(trims), weight_grad, bias_grad)
+    borders = _borders(input, geometry, reaches)
+    return ConvPlan(windows_plan, geometry.local(reaches), tuple(trims), weight_grad, bias_grad, borders)

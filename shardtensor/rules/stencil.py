@@ -129,6 +129,6 @@ def span_touches(sizes: tuple[int, ...], spans: tuple[Rows, ...]) -> tuple[Rows,
     """For every rank, the outputs ``(first, stop)`` whose input rows, rising from output to output, meet its rows."""
     found = []
     for start, stop in _blocks(sizes):
-        met = [j for j, (first, last) in enumerate(spans) if first < stop and last > start]
+        met = [j for j, (first, last) in enumerate(spans) if max(first, start) < min(last, stop)]
         found.append((met[0], met[-1] + 1) if met else (0, 0))
     return tuple(found)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardtensor.rules.stencil import Rows
 
@@ -93,6 +94,11 @@ def _table(sampling: Sampling, dtype: torch.dtype, device: str) -> tuple[torch.T
     The op runs on combs: rows that are 1 where ``row % period == offset``. What comes out at an output is the weight
     of the only row of that offset near it.
     """
+    with _disable_current_modes(), torch.inference_mode(False):  # the table outlives the call: real tensors, no traces
+        return _probed(sampling, dtype, device)
+
+
+def _probed(sampling: Sampling, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     taps = TAPS[sampling.mode]
     before, _ = _reach(sampling.mode)
     period = taps + 2

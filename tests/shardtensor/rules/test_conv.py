@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from shardtensor.comm import comm_trace
 from shardtensor.errors import OpError
 from shardtensor.registry import strict
-from shardtensor.rules.stencil import slide, spread
 from shardtensor.testing import assert_close, shard
 
 F64 = torch.float64
@@ -109,19 +108,28 @@ def test_unbatched(ranks, dim, sizes):
     ranks.same_as_plain(module(CONVS["same 3"]), values(4, 16, 9), dim=dim, sizes=sizes)
 
 
+def test_frames_in_the_batch(ranks):
+    """Frames [B, T] merged into the batch: T cut stays cut."""
+
+    class Frames(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(4, 6, 3, stride=2)
+
+        def forward(self, x):
+            with strict(), comm_trace() as trace:
+                out = self.conv(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+            assert not trace.sent, str(trace)
+            return out
+
+    ranks.same_as_plain(Frames().double(), values(2, 5, 4, 8, 9), dim=1, sizes=(3, 0, 2))
+
+
 def test_cut_channels_are_gathered(ranks):
     ranks.same_as_plain(module(CONVS["stride 2"]), values(2, 4, 16, 9), dim=1, sizes=(3, 1))
     ranks.same_as_plain(
         module(CONVS["stride 2"]), values(2, 4, 16, 9), cuts=[{0: (1, (3, 1)), 1: (2, (7, 9))}], mesh=(2, 2)
     )
-
-
-def test_sizes_follow_the_centres(ranks):
-    """Same convolutions keep the sizes, halving halves them, transposed doubling gives them back."""
-    assert slide((5, 6, 5), 16, 3, 1, 1, 1) == ((5, 6, 5), ((-1, 6), (4, 12), (10, 17)))
-    assert slide((6, 4, 6), 8, 3, 2, 1, 1)[0] == slide((6, 4, 6), 8, 2, 2, 0, 1)[0] == (3, 2, 3)
-    assert spread((3, 2, 3), 16, 4, 2, 1, 1)[0] == spread((3, 2, 3), 16, 2, 2, 0, 1)[0] == (6, 4, 6)
-    assert slide((4, 0, 4), 6, 3, 1, 0, 1)[0] == (3, 0, 3)
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
@@ -186,6 +194,28 @@ def test_only_halos_travel(ranks):
         assert own == [("halo_exchange", row), ("halo_reduce", row)], str(backward)
 
     ranks.run(check, values(2, 4, 16, 9), nn.Conv2d(4, 6, 3, padding=1).double())
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "sizes"),
+    [
+        (lambda: nn.Conv2d(2, 2, 3, padding=1), (1, 2, 1031, 1024), (515, 516)),
+        (lambda: nn.Conv2d(1, 2, 5, stride=2, dilation=2), (1, 1, 3100, 1024), (1025, 1050, 1025)),
+        (lambda: nn.Conv1d(1, 2, 7), (2, 1, 2**20 + 7), (2**19, 2**19 + 7)),
+    ],
+)
+def test_large_blocks_in_parts(ranks, make, shape, sizes):
+    """The inner rows of a large block are convolved before its halo has come."""
+    conv = module(make)
+    ranks.same_as_plain(conv, values(*shape), dim=2, sizes=sizes)
+
+    def check(mesh, x, conv):
+        with comm_trace() as trace:
+            conv(shard(x, mesh, {0: (2, sizes)}))
+        assert trace.counts()["halo_exchange"] == 2
+        assert trace.total_bytes <= 8 * 8 * x[:, :, :1].numel()
+
+    ranks.run(check, values(*shape), conv, mesh=(len(sizes),))
 
 
 def test_aligned_patches_send_nothing(ranks):

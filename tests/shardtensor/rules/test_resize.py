@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from shardtensor.comm import comm_trace
 from shardtensor.registry import strict
-from shardtensor.rules.stencil import resized_sizes, slide
 from shardtensor.testing import assert_close, shard
 
 F64 = torch.float64
@@ -126,17 +125,6 @@ def test_whole_factors_stay_at_home(ranks):
         assert not [item for item in trace.sent if "upsample" in item.op], str(trace)
 
     ranks.run(check, values(2, 3, 16, 9))
-
-
-def test_sizes_come_back():
-    """Down by a strided convolution or by resizing, and up again: balanced shards end where they began."""
-    for sizes in ((6, 4, 6), (181, 180, 180, 180), (361, 360), (3, 2, 2)):
-        length = sum(sizes)
-        halved = resized_sizes(sizes, -(-length // 2))
-        assert halved == slide(sizes, -(-length // 2), 3, 2, 1, 1)[0]
-        assert resized_sizes(halved, length) == sizes
-        assert resized_sizes(resized_sizes(sizes, 2 * length), length) == sizes
-        assert resized_sizes(resized_sizes(sizes, length + 3), length) == sizes
 
 
 class UNet(nn.Module):
