@@ -5,11 +5,13 @@
 
 import sys
 
+import torch
 from torch import nn, optim
 
 from shardsets import DomainDataLoader
 from shardtensor import init_mesh, sync_module_over_mesh
 
+torch.manual_seed(0)
 mesh = init_mesh((1, -1), ("data", "domain"))
 loader = DomainDataLoader(sys.argv[1], mesh, batch_size=2, statistics="compute")
 channels = len(loader.channels)

@@ -55,7 +55,7 @@ def make_weather(path: Path) -> Path:
 def default_steps(data: str) -> int:
     """Fewer steps the larger the grid."""
     rows, columns = look_at(data).shape
-    return max(20, min(400, CELLS // (rows * columns)))
+    return max(20, min(300, CELLS // (rows * columns)))
 
 
 def train(launcher: list[str], options: list[str], *, ranks: int) -> None:

@@ -93,9 +93,3 @@ def test_it_beats_persistence_on_real_weather(shared_data: Path, tmp_path: Path)
     found = result(tmp_path)
     assert found["lead"] == "6 hours"
     assert found["rmse"]["t2m"] < 0.85 * found["rmse_persistence"]["t2m"]
-
-
-def test_a_lead_between_steps_is_told(weather_store: Path, tmp_path: Path) -> None:
-    run = start(tmp_path / "log.txt", "weather/train.py", "--out", tmp_path, "--data", weather_store, "--lead", "5")
-    assert run.wait() != [0]
-    assert "no multiple of the step" in run.log.read_text()
