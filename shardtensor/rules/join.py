@@ -17,8 +17,8 @@ from shardtensor.registry import rule
 from shardtensor.rules.aliasing import moved
 from shardtensor.rules.dims import counted, moved_dims, unsqueeze
 from shardtensor.rules.layouts import common_layout, local_in, mesh_of, spec_of, uncut
-from shardtensor.rules.memory import recall, remember
-from shardtensor.rules.slices import one_cut, slice_
+from shardtensor.rules.memory import in_backward, recall, remember
+from shardtensor.rules.slices import one_cut, select, slice_
 from shardtensor.spec import REPLICATE, AxisLayout, Cut, Layout, Replicate, ShardTensorSpec, even_sizes, mesh_sizes
 from shardtensor.tensor import ShardTensor, wrap
 
@@ -203,13 +203,15 @@ def split(self: ShardTensor, split_size: int, dim: int = 0) -> list[ShardTensor]
 
 @rule(aten.unbind.int)
 def unbind(self: ShardTensor, dim: int = 0) -> list[ShardTensor]:
-    """The rows of a dim; those of a cut dim go to every rank of the axis."""
+    """The rows of a dim; those of a cut dim go to every rank of the axis, as in `select`."""
     dim = dim % self._spec.ndim
     remember(self)
-    whole = self if self._spec.axis_of(dim) is None else uncut(self, [dim])
-    spec = _row(whole._spec, dim)
-    rows = [wrap(row, spec) for row in whole._local_tensor.unbind(dim)]
-    return rows if whole is self else [moved(row) for row in rows]
+    if self._spec.axis_of(dim) is None:
+        spec = _row(self._spec, dim)
+        return [wrap(row, spec) for row in self._local_tensor.unbind(dim)]
+    if in_backward():
+        return [select(self, dim, row) for row in range(self._spec.shape[dim])]
+    return [moved(row) for row in unbind(uncut(self, [dim]), dim)]
 
 
 @lru_cache(maxsize=4096)

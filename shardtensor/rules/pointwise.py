@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardtensor.registry import rule
-from shardtensor.rules.aliasing import refuse_lost_write
+from shardtensor.rules.aliasing import refuse_lost_view, refuse_lost_write
 from shardtensor.rules.layouts import common_layout, has_sum, local_in, mesh_of, operand_layout, spec_of
 from shardtensor.rules.memory import in_backward
 from shardtensor.spec import Layout, Partial, Replicate, ShardTensorSpec, contiguous_stride
@@ -24,7 +24,8 @@ aten = torch.ops.aten
 # Names (all overloads) that are point-wise though torch does not tag them.
 # fmt: off
 UNTAGGED = [
-    "_to_copy", "fill", "masked_fill", "where", "rsub", "complex", "polar", "_prelu_kernel", "_prelu_kernel_backward",
+    "_to_copy", "_conj_physical", "fill", "masked_fill", "where", "rsub", "complex", "polar", "_prelu_kernel",
+    "_prelu_kernel_backward",
     "hardswish", "hardtanh_backward", "leaky_relu_backward", "elu_backward", "softplus_backward", "mish_backward",
     "hardswish_backward", "hardsigmoid_backward", "log_sigmoid_forward", "log_sigmoid_backward",
     "softshrink_backward", "hardshrink_backward", "clamp_min", "clamp_max", "floor_divide", "bitwise_not",
@@ -36,6 +37,9 @@ UNTAGGED = [
     "hardtanh_", "leaky_relu_",
 ]
 # fmt: on
+
+OTHER_RULES = {"equal", "rrelu"}  # tagged as point-wise, but not to be run on blocks: one answer, random numbers
+SCRIPT_ONLY = {"int", "float", "bool", "str", "complex", "any", "default_dtype"}
 
 # f(a + b) == f(a) + f(b): a pending sum may stay pending.
 LINEAR = {
@@ -199,7 +203,7 @@ def pointwise_(op: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run an in-place point-wise op: operands are brought to the layout of the tensor that is written."""
     mesh = mesh_of(target, args, tuple(kwargs.values()))
     if isinstance(target, ShardTensor):
-        refuse_lost_write(target)
+        refuse_lost_write(target, op)
         own_up(target, op, args)
     specs = [spec_of(target, mesh), *(spec_of(arg, mesh) for arg in args if isinstance(arg, torch.Tensor))]
     layout, shape = specs[0].layout, specs[0].shape
@@ -226,6 +230,7 @@ def own_up(target: ShardTensor, op: Any = None, args: tuple[Any, ...] = ()) -> N
     elif expanded:
         layout = next((s.resolved_layout for s in _specs(args) if s.shape == spec.shape), layout)
     if layout != spec.layout or expanded:
+        refuse_lost_view(target)
         block = local_in(target, layout, spec.mesh)
         target._local_tensor = block.clone(memory_format=torch.contiguous_format) if expanded else block
         target._spec = ShardTensorSpec.of(spec.mesh, layout, spec.shape, spec.dtype)
@@ -236,12 +241,16 @@ def _specs(args: tuple[Any, ...]) -> list[ShardTensorSpec]:
 
 
 def _enter_table() -> None:
-    packets = (getattr(aten, name) for name in dir(aten))
-    for packet in packets:
-        if not isinstance(packet, torch._ops.OpOverloadPacket):
+    # dir(torch.ops.aten) only knows the ops that somebody has used already.
+    every = {name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    for name in sorted(every):
+        listed = name in UNTAGGED
+        if ":" in name or (name[0] == "_" and name[:2] != "__" and not listed):
             continue
-        listed = packet.__name__ in UNTAGGED
+        packet = getattr(aten, name)
         for overload in packet.overloads():
+            if overload in SCRIPT_ONLY or name in OTHER_RULES:
+                continue
             op = getattr(packet, overload)
             arguments = op._schema.arguments
             takes_out = any(argument.is_out for argument in arguments)

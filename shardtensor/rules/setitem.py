@@ -8,6 +8,7 @@ import torch
 
 from shardtensor.promotion import promoted
 from shardtensor.registry import function_rule
+from shardtensor.rules.pointwise import own_up
 from shardtensor.tensor import ShardTensor
 
 __all__ = ["setitem"]
@@ -20,20 +21,19 @@ def setitem(self: torch.Tensor, key: Any, value: Any) -> None:
     """As ``Tensor.__setitem__``.
 
     A row ``x[3]`` of a cut dim goes to all ranks when it is read, so the copy could not be written through; the slice
-    ``x[3:4]`` stays in place.
+    ``x[3:4]`` stays in place. Slices are taken of uncut dims too: the gradient may be cut where the tensor is not.
     """
-    if isinstance(self, ShardTensor) and self._spec.cuts:
+    if isinstance(self, ShardTensor) and not self._spec.is_plain:
+        own_up(self)
+    if isinstance(self, ShardTensor):
         items = key if isinstance(key, tuple) else (key,)
         rows = _rows(items, self._spec.ndim)
-        cut = [(place, dim) for place, dim in rows.items() if self._spec.axis_of(dim) is not None]
-        if cut and all(_is_basic(item) for item in items):
-            key, value = _as_slices(items, [place for place, _ in cut], value, self._spec.ndim)
-        elif cut:
-            for place, dim in reversed(cut):
-                row = int(items[place])
-                self = self.narrow(dim, row % self.shape[dim], 1).squeeze(dim)
-            taken = [place for place, _ in cut]
-            key = tuple(item for place, item in enumerate(items) if place not in taken)
+        if rows and all(_is_basic(item) for item in items):
+            key, value = _as_slices(items, list(rows), value, self._spec.ndim)
+        elif any(self._spec.axis_of(dim) is not None for dim in rows.values()):
+            for place, dim in reversed(rows.items()):
+                self = self.narrow(dim, int(items[place]) % self.shape[dim], 1).squeeze(dim)
+            key = tuple(item for place, item in enumerate(items) if place not in rows)
     (self, key, value), _ = promoted(torch.Tensor.__setitem__, (self, key, value), None)
     with _off():
         torch.Tensor.__setitem__(self, key, value)

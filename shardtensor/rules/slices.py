@@ -16,7 +16,9 @@ from shardtensor.registry import rule
 from shardtensor.rules.aliasing import moved
 from shardtensor.rules.dims import counted, moved_dims
 from shardtensor.rules.layouts import aligned, local_in, resolved, uncut
-from shardtensor.rules.memory import recall, remember
+from shardtensor.rules.memory import in_backward, recall, remember
+from shardtensor.rules.regroup import regroup
+from shardtensor.rules.view import reshaped
 from shardtensor.spec import REPLICATE, Cut, Layout, ShardTensorSpec, even_sizes, mesh_sizes
 from shardtensor.tensor import ShardTensor, wrap
 
@@ -124,7 +126,7 @@ def _selected(spec: ShardTensorSpec, dim: int, index: int) -> ShardTensorSpec | 
 
 @rule(aten.select.int)
 def select(self: ShardTensor, dim: int, index: int) -> ShardTensor:
-    """``x[index]``: a row of a cut dim goes to every rank of the axis, as it has no dim left to be cut along."""
+    """``x[index]``: a row of a cut dim goes to every rank of the axis; in a backward pass it stays on its own."""
     if self.requires_grad:
         remember(self)
     spec = _selected(self._spec, dim, index)
@@ -132,7 +134,11 @@ def select(self: ShardTensor, dim: int, index: int) -> ShardTensor:
         return wrap(self._local_tensor.select(dim, index), spec)
     dim = dim % self._spec.ndim
     index = index % self._spec.shape[dim]
-    return moved(select(uncut(slice_(self, dim, index, index + 1), [dim]), dim, 0))
+    row = slice_(self, dim, index, index + 1)
+    shape = [*row._spec.shape[:dim], *row._spec.shape[dim + 1 :]]
+    if in_backward() and regroup(row._spec, tuple(shape)).recut is None:
+        return reshaped(row, shape)  # stays where it is, so that it can be written through
+    return moved(select(uncut(row, [dim]), dim, 0))
 
 
 def _like_source(grad: ShardTensor, shape: torch.Size, dim: int) -> Layout:
