@@ -1,4 +1,4 @@
-"""Slices, rows by number, masks, element-wise addressing, along cut and uncut dims; what must not become whole does not."""
+"""Slices, rows by number, masks, element-wise addressing, along cut and uncut dims; no rank holds a whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def numbers(length, *shape, seed=4):
 
 
 def compare(ranks, table, x, cuts, mesh, *, free=False):
-    """Every (function, other input) of the table on x, sharded and plain; ``free``: the forward must not communicate."""
+    """Every (function, other input) of the table on x, sharded and plain; ``free``: the forward sends nothing."""
 
     def check(mesh):
         for name, row in table.items():
