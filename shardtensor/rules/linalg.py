@@ -15,6 +15,7 @@ import torch
 from shardtensor.redistribute import redistribute_local
 from shardtensor.registry import rule
 from shardtensor.rules.layouts import mesh_of, operand_layout, spec_of
+from shardtensor.rules.memory import in_backward
 from shardtensor.spec import (
     PENDING_SUM,
     REPLICATE,
@@ -180,12 +181,13 @@ def product(
     if plan.moves:
         local_a = redistribute_local(local_a, spec_a, plan.left)
         local_b = redistribute_local(local_b, spec_b, plan.right)
-    if added is not None:
-        spec = _dense(spec) if plan.still_left or plan.still_right else spec
-        return wrap(function(_bias(added, spec), local_a, local_b), spec)
     if plan.still_left or plan.still_right:
-        local_a, local_b = _one_row(local_a, plan.still_left), _one_row(local_b, plan.still_right)
-        return wrap(function(local_a, local_b).expand(spec.local_shape), spec)
+        if added is None and in_backward():  # elsewhere somebody may write to a part of the result
+            local_a, local_b = _one_row(local_a, plan.still_left), _one_row(local_b, plan.still_right)
+            return wrap(function(local_a, local_b).expand(spec.local_shape), spec)
+        spec = _dense(spec)
+    if added is not None:
+        return wrap(function(_bias(added, spec), local_a, local_b), spec)
     return wrap(function(local_a, local_b), spec)
 
 

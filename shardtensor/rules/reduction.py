@@ -12,6 +12,7 @@ from shardtensor import comm
 from shardtensor.errors import OpError
 from shardtensor.registry import rule
 from shardtensor.rules.layouts import aligned, resolved
+from shardtensor.rules.memory import in_backward
 from shardtensor.spec import (
     PENDING_SUM,
     REPLICATE,
@@ -146,10 +147,10 @@ def _sum_of_rows(
     block = _summable(tensor)
     spec, local = block._spec, block._local_tensor
     plan = reduced(spec, dims, keepdim)
-    times = 1
+    times, still = 1, plan.still if in_backward() else ()  # elsewhere somebody may write to a part of the result
     for dim in spec.broadcast_dims:
         length = local.shape[dim]
-        if length:
+        if length and (still or dim in plan.dims):
             local = local.narrow(dim, 0, 1)
             times *= length if dim in plan.dims else 1
     total = torch.sum(local, plan.dims, keepdim, dtype=dtype)
@@ -157,8 +158,8 @@ def _sum_of_rows(
         total = total * times
     if divisor != 1:
         total = total / divisor if divisor else total * torch.nan
-    if plan.still:
-        return wrap(total.expand(plan.pending.local_shape), _expanded(plan.pending, plan.still))
+    if still:
+        return wrap(total.expand(plan.pending.local_shape), _expanded(plan.pending, still))
     return wrap(total, plan.pending)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardtensor.comm import comm_trace
 from shardtensor.registry import strict
-from shardtensor.spec import Cut, Partial, Replicate
+from shardtensor.spec import Cut, Partial
 from shardtensor.testing import assert_close, assert_same_as_plain, shard
 
 
@@ -147,16 +147,26 @@ def test_where_results_lie_and_what_is_sent(ranks):
 
 
 def test_gradients_of_a_sum_stay_one_row(ranks):
-    """The gradient of ``sum`` is expanded: a product must not make it whole on any rank."""
+    """The gradient of ``sum`` is expanded: what a product makes of it must not become whole on any rank."""
 
     def check(mesh, x, w):
-        x, w = shard(x, mesh, {0: (0, (5, 2))}), shard(w, mesh, {})
-        ones = torch.ones_like(x.sum()).expand(7, 5)
-        row = ones @ w.t()
-        assert row.placements == (Replicate(),)
-        assert row._local_tensor.stride()[0] == 0
-        assert row._spec.tensor_meta.stride == (0, 1)
-        assert_close(row.full_tensor(), torch.ones(7, 5, dtype=w.dtype) @ w.full_tensor().t(), "row")
+        seen = []
+
+        class Watch(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 1
+
+            @staticmethod
+            def backward(ctx, grad):
+                seen.append(grad)
+                return grad
+
+        x = shard(x, mesh, {0: (0, (5, 2))}, requires_grad=True)
+        torch.mm(Watch.apply(x), w).sum().backward()
+        assert seen[0]._local_tensor.untyped_storage().nbytes() <= 6 * 8
+        assert seen[0]._spec.tensor_meta.stride == (0, 1)
+        assert_close(x.grad.full_tensor(), torch.ones(7, 5, dtype=w.dtype) @ w.t(), "gradient")
 
     ranks.run(check, values(7, 6), values(6, 5))
 
