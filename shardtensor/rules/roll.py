@@ -1,4 +1,4 @@
-"""Ops that move rows elsewhere: roll, flip. Along a cut dim each rank fetches the rows that come to lie in it."""
+"""Ops that move rows elsewhere: roll, flip, rot90. Along a cut dim each rank fetches the rows of its new block."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from shardtensor import comm
 from shardtensor.registry import rule
+from shardtensor.rules.dims import transpose
 from shardtensor.rules.layouts import resolved
 from shardtensor.rules.slices import one_cut
 from shardtensor.rules.view import reshaped
@@ -74,3 +75,16 @@ def roll(self: ShardTensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> 
     elif local is self._local_tensor:
         local = local.clone(memory_format=torch.contiguous_format)
     return wrap(local, _dense(self))
+
+
+@rule(aten.rot90.default)
+def rot90(self: ShardTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> ShardTensor:
+    """A plane turned ``k`` times by 90 degrees."""
+    one, other = (dim % self._spec.ndim for dim in dims)
+    turns = k % 4
+    if turns == 2:
+        return flip(self, (one, other))
+    if not turns:
+        return wrap(self._local_tensor.clone(), self._spec)
+    turned = transpose(self, one, other)
+    return flip(turned, (one,) if turns == 1 else (other,))

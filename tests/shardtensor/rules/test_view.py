@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from shardtensor.comm import comm_trace
 from shardtensor.errors import OpError
 from shardtensor.registry import strict
 from shardtensor.spec import Cut
-from shardtensor.testing import assert_same_as_plain, shard
+from shardtensor.testing import assert_same_as_plain, assert_spec_matches_block, shard
 
 SIZES = [(5, 3), (4, 0), (5, 1, 2), (0, 3, 3)]
 
@@ -248,3 +250,44 @@ def test_writing_to_a_view_that_moved_is_refused(ranks):
         F.relu(x.reshape(2, 7, 4, 6) * 1, inplace=True)
 
     ranks.run(check, mesh=(2,))
+
+
+def _random_case(random, axes):
+    """A shape, a cut a mesh axis, and another shape of as many elements."""
+    primes = [random.choice((1, 2, 2, 3, 3, 4, 5)) for _ in range(random.randint(2, 5))]
+
+    def grouped():
+        shape, at = [], 0
+        while at < len(primes):
+            stop = random.randint(at + 1, len(primes))
+            shape.append(torch.Size(primes[at:stop]).numel())
+            at = stop
+        return shape
+
+    shape = grouped()
+    random.shuffle(primes)
+    dims = random.sample(range(len(shape)), min(len(axes), len(shape)))
+    cuts = {}
+    for axis, dim in enumerate(dims):
+        edges = sorted(random.randint(0, shape[dim]) for _ in range(axes[axis] - 1))
+        cuts[axis] = (dim, tuple(b - a for a, b in zip([0, *edges], [*edges, shape[dim]], strict=True)))
+    return shape, cuts, grouped(), grouped()
+
+
+@pytest.mark.parametrize("axes", [(2,), (3,), (2, 2)])
+def test_random_reshapes(ranks, axes):
+    """Any reshape of any cut tensor, and a second one of the result: same elements, blocks as the spec says."""
+
+    def check(mesh):
+        random = Random(17)
+        for _ in range(300):
+            shape, cuts, first, second = _random_case(random, axes)
+            x = torch.arange(torch.Size(shape).numel()).view(shape)
+            with strict():
+                y = shard(x, mesh, cuts).reshape(first)
+                z = (y + 0).reshape(second)
+            for mine, right in ((y, x.reshape(first)), (z, x.reshape(second))):
+                assert_spec_matches_block(mine, f"{shape} cut {cuts} -> {first} -> {second}")
+                assert torch.equal(mine.full_tensor(), right), (shape, cuts, first, second)
+
+    ranks.run(check, mesh=axes)
