@@ -5,8 +5,9 @@ The table is torch's own: every op that torch tags as point-wise, and the rows b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +15,7 @@ from shardtensor.registry import rule
 from shardtensor.rules.aliasing import refuse_lost_view, refuse_lost_write
 from shardtensor.rules.layouts import common_layout, has_sum, local_in, mesh_of, operand_layout, spec_of
 from shardtensor.rules.memory import in_backward
-from shardtensor.spec import Layout, Partial, Replicate, ShardTensorSpec, contiguous_stride
+from shardtensor.spec import REPLICATE, Layout, Partial, ShardTensorSpec, contiguous_stride
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["dense_stride", "formatted", "own_up", "pointwise", "pointwise_"]
@@ -99,52 +100,69 @@ def _wrapped(result: Any, spec: ShardTensorSpec) -> Any:
     return tuple(wrap(part, spec) for part in result)
 
 
+class Meeting(NamedTuple):
+    """How operands in different layouts meet.
+
+    Attributes:
+        spec: the result.
+        wanted: the layout of every tensor among the operands.
+        lazy: dims along which the result is expanded: one row is computed.
+    """
+
+    spec: ShardTensorSpec
+    wanted: tuple[Layout, ...]
+    lazy: tuple[int, ...]
+
+
 def _general(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Operands in different layouts, broadcast, expanded or waiting for a reduction."""
     mesh = mesh_of(args, tuple(kwargs.values()))
-    specs = [spec_of(arg, mesh) for arg in args if isinstance(arg, torch.Tensor)]
-    shape = torch.broadcast_shapes(*(spec.shape for spec in specs))
-    layout = _pending_layout(op, args, specs, kwargs) or common_layout(specs, shape)
-    lazy = []
-    if in_backward() and op is not aten.clone.default:  # elsewhere somebody may write to a part of the result
-        lazy = [dim for dim in range(len(shape)) if shape[dim] > 1 and all(_stands_still(s, dim, shape) for s in specs)]
-    blocks = [
-        _first_rows(local_in(arg, _lies(layout, spec_of(arg, mesh), shape), mesh), lazy, len(shape))
-        if isinstance(arg, torch.Tensor)
-        else arg
-        for arg in args
-    ]
-    result = op(*blocks, **kwargs)
-    spec = ShardTensorSpec.of(mesh, layout, shape, specs[0].dtype, _stride(specs, shape, lazy))
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    specs = tuple(spec_of(tensor, mesh) for tensor in tensors)
+    expands = in_backward() and op is not aten.clone.default  # elsewhere somebody may write to a part of the result
+    pends = isinstance(args[0], torch.Tensor) and _stays_pending(op, specs, kwargs)
+    spec, wanted, lazy = _meet(specs, pends, expands)
+    ndim = len(spec.tensor_meta.shape)
+    laid = zip(tensors, wanted, strict=True)
+    blocks = iter([_first_rows(local_in(tensor, layout, mesh), lazy, ndim) for tensor, layout in laid])
+    result = op(*(next(blocks) if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs)
     spec = formatted(spec, kwargs.get("memory_format"))
     if lazy:
         return _wrapped(_expanded(result, spec.local_shape), spec)
     return _wrapped(result, spec)
 
 
-def _pending_layout(
-    op: Any, args: tuple[Any, ...], specs: list[ShardTensorSpec], kwargs: dict[str, Any] | None = None
-) -> Layout | None:
-    """The layout of the result where pending sums may stay pending, else None: they are resolved first."""
+@lru_cache(maxsize=4096)
+def _meet(specs: tuple[ShardTensorSpec, ...], pends: bool, expands: bool) -> Meeting:
+    """The meeting of operands; sums stay pending if the op ``pends``, rows stay expanded if it ``expands``."""
+    shape = torch.broadcast_shapes(*(spec.shape for spec in specs))
+    layout = specs[0].layout if pends else common_layout(specs, shape)
+    long = [dim for dim in range(len(shape)) if shape[dim] > 1] if expands else []
+    lazy = tuple(dim for dim in long if all(_stands_still(spec, dim, shape) for spec in specs))
+    spec = ShardTensorSpec.of(specs[0].mesh, layout, shape, specs[0].dtype, _stride(specs, shape, lazy))
+    return Meeting(spec, tuple(_lies(layout, spec, shape) for spec in specs), lazy)
+
+
+def _stays_pending(op: Any, specs: Sequence[ShardTensorSpec], kwargs: dict[str, Any]) -> bool:
+    """Whether pending sums of the first operand may stay pending in the result, else they are resolved first."""
     first = specs[0]
-    if not isinstance(args[0], torch.Tensor) or not has_sum(first.layout):
-        return None
-    if op in LINEAR or (op is aten._to_copy.default and _widens(kwargs or {}, first.dtype)):
-        return first.layout
+    if not has_sum(first.layout):
+        return False
+    if op in LINEAR or (op is aten._to_copy.default and _widens(kwargs, first.dtype)):
+        return True
     if op in SCALING and all(spec.ndim == 0 and not spec.partial_axes for spec in specs[1:]):
-        return first.layout
+        return True
     # A scalar added to a pending sum would be added once per rank.
-    if op in ADDING and len(specs) == 2 and specs[1].layout == first.layout and specs[1].shape == first.shape:
-        return first.layout
-    return None
+    return op in ADDING and len(specs) == 2 and specs[1].layout == first.layout and specs[1].shape == first.shape
 
 
+@lru_cache(maxsize=4096)
 def _lies(layout: Layout, spec: ShardTensorSpec, shape: torch.Size) -> Layout:
     """How an operand must lie beside a result in ``layout``: a factor of a pending sum is whole on every rank."""
     wanted = operand_layout(layout, spec, shape)
     if spec.partial_axes or not has_sum(layout):
         return wanted
-    return tuple(Replicate() if isinstance(entry, Partial) else entry for entry in wanted)
+    return tuple(REPLICATE if isinstance(entry, Partial) else entry for entry in wanted)
 
 
 def _widens(kwargs: dict[str, Any], dtype: torch.dtype) -> bool:
@@ -160,7 +178,7 @@ def _stands_still(spec: ShardTensorSpec, dim: int, shape: torch.Size) -> bool:
     return own < 0 or spec.shape[own] == 1 or own in spec.broadcast_dims
 
 
-def _first_rows(block: torch.Tensor, dims: list[int], ndim: int) -> torch.Tensor:
+def _first_rows(block: torch.Tensor, dims: tuple[int, ...], ndim: int) -> torch.Tensor:
     """One row of every expanded dim: what is stored once is computed once."""
     for dim in dims:
         own = dim - (ndim - block.dim())
@@ -175,7 +193,7 @@ def _expanded(result: Any, shape: torch.Size) -> Any:
     return tuple(part.expand(shape) for part in result)
 
 
-def _stride(specs: list[ShardTensorSpec], shape: torch.Size, lazy: list[int]) -> tuple[int, ...]:
+def _stride(specs: Sequence[ShardTensorSpec], shape: torch.Size, lazy: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of the result: in the order of the first operand that has its full shape, row-major otherwise."""
     for spec in specs:
         if spec.shape == shape and not lazy and (spec.is_dense or not spec.broadcast_dims):
@@ -225,7 +243,7 @@ def own_up(target: ShardTensor, op: Any = None, args: tuple[Any, ...] = ()) -> N
     local = target._local_tensor
     expanded = any(n > 1 and step == 0 for n, step in zip(local.shape, local.stride(), strict=True))
     layout = spec.resolved_layout
-    if spec.partial_axes and _pending_layout(op, (target, *args), [spec, *_specs(args)]):
+    if spec.partial_axes and _stays_pending(op, [spec, *_specs(args)], {}):
         layout = spec.layout
     elif expanded:
         layout = next((s.resolved_layout for s in _specs(args) if s.shape == spec.shape), layout)
