@@ -64,16 +64,21 @@ class ToLocal(torch.autograd.Function):
         return whole._with_layout(spec.resolved_layout), None
 
 
+def moved_to(tensor: Any, layout: Layout) -> Any:
+    """The tensor in another layout, outside autograd."""
+    local = redistribute_local(tensor._local_tensor, tensor._spec, layout)
+    if local.numel() * local.element_size() < local.untyped_storage().nbytes() and tensor._spec.is_dense:
+        local = local.clone()  # a slice of the old block would keep all of it alive, and share its values
+    return sharded.wrap(local, tensor._spec.with_layout(layout))
+
+
 class Redistribute(torch.autograd.Function):
     """One layout -> another; the gradient goes back to the first."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, layout: Layout) -> Any:
         ctx.spec = tensor._spec
-        local = redistribute_local(tensor._local_tensor, tensor._spec, layout)
-        if local.numel() * local.element_size() < local.untyped_storage().nbytes() and tensor._spec.is_dense:
-            local = local.clone()  # a slice of the old block would keep all of it alive, and share its values
-        return sharded.wrap(local, tensor._spec.with_layout(layout))
+        return moved_to(tensor, layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

@@ -298,13 +298,13 @@ class ShardTensorSpec:
 
     def with_layout(self, layout: Layout) -> ShardTensorSpec:
         """The same tensor, laid out otherwise."""
-        return ShardTensorSpec(self.mesh, layout, self.tensor_meta)
+        return _in_layout(self, layout)
 
     def with_dtype(self, dtype: torch.dtype) -> ShardTensorSpec:
         """The same layout for another dtype."""
         if dtype == self.tensor_meta.dtype:
             return self
-        return ShardTensorSpec(self.mesh, self.layout, self.tensor_meta._replace(dtype=dtype))
+        return _in_dtype(self, dtype)
 
     def replicated(self) -> ShardTensorSpec:
         """The same tensor, whole on every rank."""
@@ -354,7 +354,20 @@ class ShardTensorSpec:
         return ShardTensorSpec, (self.mesh, self.layout, self.tensor_meta)
 
 
+# Derived specs are one object for equal arguments, so that look-ups by spec find them by identity.
+
+
+@lru_cache(maxsize=4096)
+def _in_layout(spec: ShardTensorSpec, layout: Layout) -> ShardTensorSpec:
+    return ShardTensorSpec(spec.mesh, layout, spec.tensor_meta)
+
+
+@lru_cache(maxsize=4096)
+def _in_dtype(spec: ShardTensorSpec, dtype: torch.dtype) -> ShardTensorSpec:
+    return ShardTensorSpec(spec.mesh, spec.layout, spec.tensor_meta._replace(dtype=dtype))
+
+
 @lru_cache(maxsize=1024)
 def whole_spec(mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...]) -> ShardTensorSpec:
-    """The spec of a tensor that every rank holds whole; one object for equal arguments, so that look-ups stay fast."""
+    """The spec of a tensor that every rank holds whole."""
     return ShardTensorSpec.of(mesh, replicate(mesh.ndim), shape, dtype, stride)

@@ -143,7 +143,11 @@ class ShardTensor(torch.Tensor):
     def _with_layout(self, layout: Layout) -> ShardTensor:
         if layout == self._spec.layout:
             return self
-        result: ShardTensor = boundary.Redistribute.apply(self, layout)
+        result: ShardTensor
+        if torch.is_grad_enabled() and self.requires_grad:
+            result = boundary.Redistribute.apply(self, layout)
+        else:  # the way of gradients: shorter
+            result = boundary.moved_to(self, layout)
         return result
 
     @classmethod
