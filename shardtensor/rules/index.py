@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -15,20 +14,36 @@ from shardtensor.rules.mask import masked, put_masked
 from shardtensor.rules.memory import remember
 from shardtensor.rules.take import add_to_rows, take
 from shardtensor.rules.writing import write_back
-from shardtensor.spec import Cut, DeviceMesh, Partial, Replicate, ShardTensorSpec
+from shardtensor.spec import Cut, DeviceMesh, Partial, Replicate, ShardTensorSpec, replicate
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["index", "index_put"]
 
 aten = torch.ops.aten
-_index_op = aten.index.Tensor._op
+ALL = slice(None)
 _SUM = Partial("sum")
 
 Specs = tuple[ShardTensorSpec | None, ...]
 
 
-def _block(tensor: Any) -> Any:
-    return tensor._local_tensor if type(tensor) is ShardTensor else tensor
+def _plain_shapes(indices: Sequence[torch.Tensor | None]) -> tuple[torch.Size | None, ...] | None:
+    """The shapes of indices that are all plain lists of numbers, the usual case; else None."""
+    shapes: list[torch.Size | None] = []
+    for item in indices:
+        if item is None:
+            shapes.append(None)
+        elif type(item) is torch.Tensor and item.dtype is torch.int64 and item.dim():
+            shapes.append(item.shape)
+        else:
+            return None
+    return tuple(shapes)
+
+
+@lru_cache(maxsize=4096)
+def _plain_plan(spec: ShardTensorSpec, shapes: tuple[torch.Size | None, ...]) -> IndexPlan:
+    whole = replicate(len(spec.layout))
+    specs = tuple(None if s is None else ShardTensorSpec.of(spec.mesh, whole, s, torch.int64) for s in shapes)
+    return index_plan(spec, specs)
 
 
 def _specs(indices: Sequence[torch.Tensor | None], mesh: DeviceMesh) -> Specs:
@@ -38,9 +53,15 @@ def _specs(indices: Sequence[torch.Tensor | None], mesh: DeviceMesh) -> Specs:
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(self: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> ShardTensor:
     """``x[i, :, j]`` with tensors as indices."""
+    if isinstance(self, ShardTensor):
+        if self.requires_grad:
+            remember(self)
+        shapes = _plain_shapes(indices)
+        plan = None if shapes is None else _plain_plan(self._spec, shapes)
+        if plan is not None and plan.local:
+            key = tuple([ALL if item is None else item for item in indices])
+            return wrap(self._local_tensor[key], plan.result)
     mesh = mesh_of(self, indices)
-    if isinstance(self, ShardTensor) and self.requires_grad:
-        remember(self)
     numbers, spec = list(indices), spec_of(self, mesh)
     if any(item is not None and item.dtype in MASKS for item in indices):
         mask = only_mask(indices)
@@ -48,8 +69,6 @@ def index(self: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> ShardTe
             return masked(self, mask[1], mask[0], mesh)
         numbers = as_numbers(indices, mesh)
     plan = index_plan(spec, _specs(numbers, mesh))
-    if plan.local:
-        return wrap(_index_op(_block(self), [_block(item) for item in numbers]), plan.result)
     local = local_in(self, plan.source, mesh)
     blocks = blocks_of(numbers, plan, mesh, spec.shape)
     if plan.rows is not None:

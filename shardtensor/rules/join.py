@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
@@ -25,8 +26,6 @@ from shardtensor.tensor import ShardTensor, wrap
 __all__ = ["cat"]
 
 aten = torch.ops.aten
-_cat_op = aten.cat.default._op
-_split_op = aten.split_with_sizes.default._op
 
 
 def _is_legacy_empty(tensor: torch.Tensor) -> bool:
@@ -117,19 +116,28 @@ def _joined(specs: tuple[ShardTensorSpec, ...], dim: int, wanted: tuple[int, ...
     return _Joined(specs, counted(dim, specs[0].ndim), wanted)
 
 
+def _in_place(tensors: Sequence[Any], dim: int) -> ShardTensor | None:
+    """The join of sharded pieces that lie so already, else None."""
+    try:
+        specs, blocks = tuple([tensor._spec for tensor in tensors]), [tensor._local_tensor for tensor in tensors]
+    except AttributeError:  # a plain tensor among them
+        return None
+    plan = _joined(specs, dim, None)
+    return wrap(torch.cat(blocks, plan.dim), plan.spec) if plan.stays else None
+
+
 @rule(aten.cat.default)
 def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> ShardTensor:
     """``torch.cat``: other cut dims stay cut; along a cut dim every rank receives the rows that it will own."""
-    if all(type(tensor) is ShardTensor for tensor in tensors):
-        plan = _joined(tuple(tensor._spec for tensor in tensors), dim, None)  # type: ignore[attr-defined]
-        if plan.stays:
-            return wrap(_cat_op([tensor._local_tensor for tensor in tensors], plan.dim), plan.spec)  # type: ignore[attr-defined]
+    quick = _in_place(tensors, dim)
+    if quick is not None:
+        return quick
     mesh = mesh_of(tensors)
     kept = [tensor for tensor in tensors if not _is_legacy_empty(tensor)] or list(tensors[:1])
     specs = tuple(spec_of(tensor, mesh) for tensor in kept)
     plan = _joined(specs, dim, _wanted(kept, specs, dim % specs[0].ndim))
     blocks = [local_in(tensor, layout, mesh) for tensor, layout in zip(kept, plan.pieces, strict=True)]
-    return wrap(_cat_op(blocks, plan.dim), plan.spec)
+    return wrap(torch.cat(blocks, plan.dim), plan.spec)
 
 
 def _wanted(tensors: Sequence[torch.Tensor], specs: Sequence[ShardTensorSpec], dim: int) -> tuple[int, ...] | None:
@@ -182,7 +190,7 @@ def split_with_sizes(self: ShardTensor, split_sizes: Sequence[int], dim: int = 0
     sizes = tuple(split_sizes)
     specs = _split(self._spec, dim, sizes)
     if specs is not None:
-        parts = _split_op(self._local_tensor, sizes, dim)
+        parts = self._local_tensor.split_with_sizes(sizes, dim)
         return [wrap(part, own) for part, own in zip(parts, specs, strict=True)]
     dim = dim % self._spec.ndim
     self = one_cut(self, dim)

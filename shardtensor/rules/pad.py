@@ -23,7 +23,6 @@ from shardtensor.tensor import ShardTensor, wrap
 __all__ = ["by_dim", "constant_pad_nd"]
 
 aten = torch.ops.aten
-_constant_op = aten.constant_pad_nd.default._op
 
 
 def by_dim(padding: Sequence[int], ndim: int) -> dict[int, tuple[int, int]]:
@@ -46,7 +45,7 @@ def constant_pad_nd(self: ShardTensor, pad: Sequence[int], value: float = 0) -> 
     """Rows of ``value`` at both ends of the last dims; negative padding takes rows away."""
     plan = _constant(self._spec, tuple(pad))
     if plan is not None:
-        return wrap(_constant_op(self._local_tensor, plan[0], value), plan[1])
+        return wrap(torch.constant_pad_nd(self._local_tensor, plan[0], value), plan[1])
     self = resolved(self)
     for dim, (before, after) in by_dim(pad, self._spec.ndim).items():
         self = one_cut(self, dim)

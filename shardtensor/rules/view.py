@@ -30,7 +30,9 @@ def view(self: ShardTensor, size: Sequence[int]) -> ShardTensor:
     plan = regroup(self._spec, tuple(size))
     if plan.recut is not None:
         return moved(reshaped(self, size))
-    return wrap(self._local_tensor.reshape(plan.block), plan.spec)
+    local = self._local_tensor
+    # A block of a strided view may need a copy where the whole would not; reshape costs 1 us more.
+    return wrap(local.view(plan.block) if local.is_contiguous() else local.reshape(plan.block), plan.spec)
 
 
 @rule(aten._unsafe_view.default)
