@@ -147,7 +147,7 @@ def min_dim(self: ShardTensor, dim: int, keepdim: bool = False) -> tuple[ShardTe
 
 
 def _place(tensor: ShardTensor, dim: int | None, keepdim: bool, op: str) -> ShardTensor:
-    if dim is not None or tensor.dim() == 0:
+    if dim is not None or not tensor._spec.ndim:
         return _extreme_along(tensor, dim or 0, keepdim, op)[1]
     block = resolved(tensor)
     spec = block._spec

@@ -10,7 +10,7 @@ from shardtensor import comm
 from shardtensor.registry import rule
 from shardtensor.rules.extremum import highest, lowest
 from shardtensor.rules.layouts import resolved
-from shardtensor.rules.reduction import Dims, reduce_over, reduced
+from shardtensor.rules.reduction import Dims, accumulation_dtype, reduce_over, reduced
 from shardtensor.spec import mesh_sizes
 from shardtensor.tensor import ShardTensor, wrap
 
@@ -43,14 +43,10 @@ def linalg_vector_norm(
     # float64 holds the powers of every norm that the narrower dtypes can hold.
     powers = torch.zeros(plan.spec.local_shape, dtype=torch.float64, device=local.device)
     if local.numel():
-        part = torch.linalg.vector_norm(local, ord, plan.dims, keepdim, dtype=_wide(target))
+        part = torch.linalg.vector_norm(local, ord, plan.dims, keepdim, dtype=accumulation_dtype(target))
         powers = part.double() if ord == 0 else part.double().pow(ord)
     total = reduce_over(powers, plan.spec, plan.axes, "sum")
     return wrap((total if ord == 0 else total.pow(1 / ord)).to(target), plan.spec)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _ord(p: float | None) -> float:

@@ -27,7 +27,7 @@ def nanmedian(self: ShardTensor) -> ShardTensor:
 
 
 def _of_all(function: Any, tensor: ShardTensor) -> ShardTensor:
-    block = uncut(tensor, range(tensor.dim()))
+    block = uncut(tensor, range(tensor._spec.ndim))
     return wrap(function(block._local_tensor), reduced(block._spec, None).spec)
 
 

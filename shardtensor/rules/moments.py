@@ -112,20 +112,20 @@ def _variance(
 ) -> tuple[torch.Tensor, torch.Tensor, Reduced]:
     """Variance and mean as blocks, and where they lie."""
     block = resolved(tensor)
-    if tensor.dtype.is_complex:
+    if tensor._spec.dtype.is_complex:
         block = uncut(block, reduced(block._spec, dims).dims)
     plan = reduced(block._spec, dims, keepdim)
     if not plan.axes:
         found = torch.var_mean(block._local_tensor, plan.dims, correction=correction, keepdim=keepdim)
         return found[0], found[1], plan
-    if not tensor.dtype.is_floating_point:
+    if not tensor._spec.dtype.is_floating_point:
         torch.var_mean(block._local_tensor, plan.dims)  # torch's own error, on every rank
     _, own = block_moments(block._local_tensor, plan.dims)
     moments = merged_moments(own, block._spec, plan.dims, plan.axes)
     mean = moments.centre + moments.rest
     variance = moments.squares / max(0.0, plan.elements - (1 if correction is None else correction))
     shape = plan.spec.local_shape
-    return variance.to(tensor.dtype).view(shape), mean.to(tensor.dtype).view(shape), plan
+    return variance.to(plan.spec.dtype).view(shape), mean.to(plan.spec.dtype).view(shape), plan
 
 
 @rule(aten.var.correction)

@@ -182,7 +182,7 @@ def sum_dims(self: ShardTensor, dim: Dims, keepdim: bool = False, *, dtype: torc
 
 
 def _mean(tensor: ShardTensor, dims: Dims, keepdim: bool, dtype: torch.dtype | None) -> ShardTensor:
-    target = dtype or tensor.dtype
+    target = dtype or tensor._spec.dtype
     if not (target.is_floating_point or target.is_complex):
         raise OpError(f"mean of {target}: means are floating or complex; pass dtype=torch.float32 or convert first")
     spec = tensor._spec

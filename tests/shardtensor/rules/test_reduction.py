@@ -279,3 +279,18 @@ def test_wrong_arguments(ranks):
             x.long().mean()
 
     ranks.run(check, values(2, 7, 6))
+
+
+def test_complex_numbers(ranks):
+    table = {
+        "sum": torch.sum,
+        "mean": torch.mean,
+        "var": torch.var,
+        "norm": torch.linalg.vector_norm,
+        "norm 3": vector_norm(3),
+        "largest": vector_norm(float("inf")),
+    }
+    x = torch.complex(values(2, 7, 6), values(2, 7, 6).sin())
+    compare(
+        ranks, table, {name: OVER[name] for name in ("all", "middle")}, (3,), {0: (1, (5, 0, 2))}, x, gradients=False
+    )
