@@ -291,3 +291,12 @@ def test_random_reshapes(ranks, axes):
                 assert torch.equal(mine.full_tensor(), right), (shape, cuts, first, second)
 
     ranks.run(check, mesh=axes)
+
+
+@pytest.mark.parametrize("cut", [(1, (5, 3)), (2, (5, 7)), (2, (4, 8))])
+def test_views_of_another_dtype(ranks, cut):
+    def read(x):
+        y = x.detach()
+        return y.view(torch.int64), y.view(torch.float32), y.float().view(torch.float64), y.view(torch.complex128).real
+
+    ranks.same_as_plain(read, values(2, 8, 12), cuts=[cut])
