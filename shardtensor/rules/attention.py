@@ -5,6 +5,7 @@ Where torch chooses inside another function, the backends' own ops come here by 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import sqrt
 from typing import Any
 
@@ -14,16 +15,19 @@ import torch.nn.functional as F
 from shardtensor.comm.library import LIBRARY
 from shardtensor.errors import OpError
 from shardtensor.registry import function_rule
-from shardtensor.rules import attention_ops
+from shardtensor.rules import attention_ops as attention_ops  # defines the two ops
 from shardtensor.rules.attention_plan import Plan, plan
 from shardtensor.rules.generators import common_seed, require_in_step
 from shardtensor.rules.layouts import mesh_of, spec_of
-from shardtensor.spec import Cut, mesh_sizes
+from shardtensor.spec import ShardTensorSpec, mesh_sizes
 from shardtensor.tensor import ShardTensor
 
 __all__ = ["scaled_dot_product_attention"]
 
-_OP = f"{LIBRARY.ns}::{attention_ops.attention.__name__}"
+_attention = torch.ops.shardtensor.attention.default
+_attention_backward = torch.ops.shardtensor.attention_backward.default
+
+_off = torch._C.DisableTorchFunctionSubclass
 
 
 @function_rule(F.scaled_dot_product_attention)
@@ -42,34 +46,28 @@ def scaled_dot_product_attention(
     Raises:
         OpError: the shapes do not go together.
     """
-    query, key, value, attn_mask = (_autocast(tensor) for tensor in (query, key, value, attn_mask))
-    query, key, value = _matched(query, key, value, enable_gqa)
-    mesh = mesh_of((query, key, value, attn_mask))
-    chosen = plan(spec_of(query, mesh), spec_of(key, mesh), spec_of(value, mesh))
-    specs = (chosen.query, chosen.key, chosen.value)
-    # Brought into place here, differentiably, the tensors are saved for the backward as it needs them.
-    query, key, value = (
-        tensor._with_layout(spec.layout) if isinstance(tensor, ShardTensor) else tensor
-        for tensor, spec in zip((query, key, value), specs, strict=True)
-    )
-    if scale is None:
-        scale = 1.0 / sqrt(max(query.shape[-1], 1))
-    seed = 0
-    if dropout_p > 0.0:
-        if _has_replicas(chosen):
-            require_in_step(mesh)
-        seed = common_seed()
-    out: torch.Tensor = torch.ops.shardtensor.attention(
-        query, key, value, attn_mask, is_causal, scale, dropout_p, seed
-    )[0]
-    return out
+    with _off():  # plain tensors that require grad are promoted already
+        if torch.is_autocast_enabled(query.device.type):
+            query, key, value, attn_mask = (_autocast(tensor) for tensor in (query, key, value, attn_mask))
+        query, key, value = _matched(query, key, value, enable_gqa)
+        mesh = mesh_of((query, key, value, attn_mask))
+        chosen = plan(spec_of(query, mesh), spec_of(key, mesh), spec_of(value, mesh))
+        # Brought into place here, differentiably, the tensors are saved for the backward as it needs them.
+        query, key, value = _placed(query, chosen.query), _placed(key, chosen.key), _placed(value, chosen.value)
+        if scale is None:
+            scale = 1.0 / sqrt(max(query.shape[-1], 1))
+        seed = _seed(chosen) if dropout_p > 0.0 else 0
+        out: torch.Tensor = _attention(query, key, value, attn_mask, is_causal, scale, dropout_p, seed)[0]
+        return out
+
+
+def _placed(tensor: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
+    return tensor._with_layout(spec.layout) if isinstance(tensor, ShardTensor) else tensor
 
 
 def _autocast(tensor: Any) -> Any:
     """What autocast would do to an argument of the function, had it seen it."""
-    if not isinstance(tensor, torch.Tensor) or not torch.is_autocast_enabled(tensor.device.type):
-        return tensor
-    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+    eligible = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
     return tensor.to(torch.get_autocast_dtype(tensor.device.type)) if eligible else tensor
 
 
@@ -77,30 +75,47 @@ def _matched(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The operands with equal leading dims; with ``enable_gqa``, keys may have fewer heads than queries."""
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if min(query.dim(), key.dim(), value.dim()) < 2 or query.dtype != key.dtype or query.dtype != value.dtype:
+    if key.dtype != query.dtype or value.dtype != query.dtype:
         dtypes = f"{query.dtype}, {key.dtype}, {value.dtype}"
-        raise OpError(f"scaled_dot_product_attention needs two dims or more and one dtype: got {shapes}; {dtypes}")
-    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
+        raise OpError(f"scaled_dot_product_attention needs operands of one dtype, got {dtypes}")
+    wanted = _common_shapes(query.shape, key.shape, value.shape, enable_gqa)
+    if wanted is None:
+        return query, key, value
+    heads, tail, lead = wanted
+    if enable_gqa and key.shape[-3] != value.shape[-3]:
+        key, value = _repeated(key, heads), _repeated(value, heads)
+    return tuple(x.expand(*lead, *x.shape[-tail:]) for x in (query, key, value))  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=1024)
+def _common_shapes(
+    query: torch.Size, key: torch.Size, value: torch.Size, enable_gqa: bool
+) -> tuple[int, int, torch.Size] | None:
+    """What is to be done to operands of these shapes: None if nothing, else heads, own dims, and the common lead.
+
+    Raises:
+        OpError: the shapes do not go together.
+    """
+    shapes = f"query {tuple(query)}, key {tuple(key)}, value {tuple(value)}"
+    if min(len(query), len(key), len(value)) < 2:
+        raise OpError(f"scaled_dot_product_attention needs two dims or more, got {shapes}")
+    if query[-1] != key[-1] or key[-2] != value[-2]:
         raise OpError(
             f"scaled_dot_product_attention: queries and keys need the same number of features, keys and values the "
             f"same length; got {shapes}"
         )
-    if enable_gqa and query.dim() > 2 and key.dim() > 2 and value.dim() > 2:
-        heads = query.shape[-3]
-        if any(not x.shape[-3] or heads % x.shape[-3] for x in (key, value)):
-            raise OpError(f"scaled_dot_product_attention: heads of keys must divide those of queries; got {shapes}")
-        if key.shape[-3] != value.shape[-3]:
-            key, value = _repeated(key, heads), _repeated(value, heads)
-    tail = 3 if enable_gqa else 2
-    lead = [x.shape[: max(x.dim() - tail, 0)] for x in (query, key, value)]
-    if lead[0] == lead[1] == lead[2] and query.dim() == key.dim() == value.dim():
-        return query, key, value
+    grouped = enable_gqa and min(len(query), len(key), len(value)) > 2
+    if grouped and any(not x[-3] or query[-3] % x[-3] for x in (key, value)):
+        raise OpError(f"scaled_dot_product_attention: heads of keys must divide those of queries; got {shapes}")
+    tail = 3 if grouped else 2
+    lead = [x[: len(x) - tail] for x in (query, key, value)]
+    if lead[0] == lead[1] == lead[2] and (not grouped or key[-3] == value[-3]):
+        return None
     try:
-        common = torch.broadcast_shapes(*lead)
+        common: torch.Size = torch.broadcast_shapes(*lead)
     except RuntimeError as error:
         raise OpError(f"scaled_dot_product_attention: leading dims do not go together: {shapes}") from error
-    return tuple(x.expand(*common, *x.shape[-tail:]) for x in (query, key, value))  # type: ignore[return-value]
+    return query[-3] if grouped else 1, tail, common
 
 
 def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -109,11 +124,13 @@ def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x.unsqueeze(-3).expand(*x.shape[:-2], times, *x.shape[-2:]).flatten(-4, -3)
 
 
-def _has_replicas(chosen: Plan) -> bool:
-    """Whether several ranks compute the same result."""
+def _seed(chosen: Plan) -> int:
+    """A seed for the dropped weights, the same on all ranks that compute the same result."""
     sizes = mesh_sizes(chosen.query.mesh)
-    held = {axis for axis, entry in enumerate(chosen.query.layout) if isinstance(entry, Cut)} | set(chosen.joined)
-    return any(size > 1 and axis not in held for axis, size in enumerate(sizes))
+    held = {axis for axis, _ in chosen.query.cuts} | set(chosen.joined)
+    if any(size > 1 and axis not in held for axis, size in enumerate(sizes)):
+        require_in_step(chosen.query.mesh)
+    return common_seed()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -131,9 +148,7 @@ def _backward(ctx: Any, grad: torch.Tensor | None, _: None) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         grads = _differentiable_backward(grad, query, key, value, mask, ctx.settings, wants_mask)
         return (*grads, *(None,) * 4)
-    grads = torch.ops.shardtensor.attention_backward(
-        grad, query, key, value, mask, out, logsumexp, *ctx.settings, wants_mask
-    )
+    grads = _attention_backward(grad, query, key, value, mask, out, logsumexp, *ctx.settings, wants_mask)
     return (*grads, *(None,) * 4)
 
 
@@ -178,4 +193,4 @@ def _differentiable_backward(
     )
 
 
-torch.library.register_autograd(_OP, _backward, setup_context=_save, lib=LIBRARY)
+torch.library.register_autograd(_attention, _backward, setup_context=_save, lib=LIBRARY)

@@ -57,11 +57,7 @@ def attention(
     own = _operands(query, key, value, chosen)
     scoring = _scoring(own, mask, causal, scale, dropout_p, seed, chosen)
     out, lse = ring_forward(own, scoring, chosen)
-    out_spec, lse_spec = chosen.out_spec(), chosen.lse_spec(lse.dtype)
-    return (
-        wrap(out.reshape(out_spec.local_shape).contiguous(), out_spec),
-        wrap(lse.reshape(lse_spec.local_shape).contiguous(), lse_spec),
-    )
+    return _wrapped(out, chosen.out_spec), _wrapped(lse, chosen.lse_spec)
 
 
 @rule(torch.ops.shardtensor.attention_backward.default)
@@ -94,17 +90,17 @@ def attention_backward(
     if mask_grad and scoring.mask is not None:
         total = torch.zeros(scoring.mask.shape, dtype=wide(scoring.mask.dtype), device=scoring.mask.device)
     dq, dk, dv = ring_backward(result, own, scoring, chosen, total)
+    specs = chosen.grad_specs
     return (
-        _wrapped(dq, chosen.query, chosen.query_grad_layout()),
-        _wrapped(dk, chosen.key, chosen.key_grad_layout()),
-        _wrapped(dv, chosen.value, chosen.key_grad_layout()),
+        _wrapped(dq, specs[0]),
+        _wrapped(dk, specs[1]),
+        _wrapped(dv, specs[2]),
         None if total is None or mask is None else _mask_gradient(total, mask, chosen),
     )
 
 
-def _wrapped(local: torch.Tensor, spec: ShardTensorSpec, layout: Layout) -> ShardTensor:
-    spec = ShardTensorSpec.of(spec.mesh, layout, spec.shape, spec.dtype)
-    return wrap(local.reshape(spec.local_shape).contiguous(), spec)
+def _wrapped(local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
+    return wrap((local if local.shape == spec.local_shape else local.reshape(spec.local_shape)).contiguous(), spec)
 
 
 def _four(block: torch.Tensor) -> torch.Tensor:

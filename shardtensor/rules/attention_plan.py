@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-import torch
-
+from shardtensor.rules.attention_block import wide
 from shardtensor.spec import AxisLayout, Cut, Layout, Partial, Replicate, ShardTensorSpec, even_sizes, mesh_sizes
 
 __all__ = ["Hop", "Plan", "Tile", "plan", "rows_of", "tiles"]
@@ -41,24 +40,30 @@ class Plan:
     ring: tuple[int, ...]
     joined: tuple[int, ...]
 
+    @cached_property
     def out_spec(self) -> ShardTensorSpec:
         """Of the result [..., Sq, Ev]: cut as the queries."""
         shape = (*self.query.shape[:-1], self.value.shape[-1])
         return ShardTensorSpec.of(self.query.mesh, self.query.layout, shape, self.query.dtype)
 
-    def lse_spec(self, dtype: torch.dtype) -> ShardTensorSpec:
+    @cached_property
+    def lse_spec(self) -> ShardTensorSpec:
         """Of the logsumexp [..., Sq]."""
-        return ShardTensorSpec.of(self.query.mesh, self.query.layout, self.query.shape[:-1], dtype)
+        return ShardTensorSpec.of(self.query.mesh, self.query.layout, self.query.shape[:-1], wide(self.query.dtype))
 
-    def query_grad_layout(self) -> Layout:
-        """Where keys are cut and queries are not, each rank has a part of the queries' gradient."""
-        return tuple(Partial("sum") if axis in self.joined else e for axis, e in enumerate(self.query.layout))
+    @cached_property
+    def grad_specs(self) -> tuple[ShardTensorSpec, ShardTensorSpec, ShardTensorSpec]:
+        """Of the gradients of queries, keys and values.
 
-    def key_grad_layout(self) -> Layout:
-        """Where queries are cut and keys are not, each rank has a part of the keys' gradient."""
-        pairs = zip(self.query.layout, self.key.layout, strict=True)
-        return tuple(Partial("sum") if isinstance(q, Cut) and isinstance(k, Replicate) else k for q, k in pairs)
+        Where keys are cut and queries are not, each rank has a part of the queries' gradient, and the other way round.
+        """
+        partial = Partial("sum")
+        pairs = list(zip(self.query.layout, self.key.layout, strict=True))
+        queries = tuple(partial if axis in self.joined else entry for axis, (entry, _) in enumerate(pairs))
+        keys = tuple(partial if isinstance(q, Cut) and isinstance(k, Replicate) else k for q, k in pairs)
+        return _dense(self.query, queries), _dense(self.key, keys), _dense(self.value, keys)
 
+    @cached_property
     def hops(self) -> tuple[Hop, ...]:
         """The blocks of keys in the order in which this rank meets them, its own first."""
         sizes = mesh_sizes(self.key.mesh)
@@ -72,6 +77,10 @@ class Plan:
             found.append(Hop(owner, axis, following))
             owner = following
         return (*found, Hop(owner, None, owner))
+
+
+def _dense(spec: ShardTensorSpec, layout: Layout) -> ShardTensorSpec:
+    return ShardTensorSpec.of(spec.mesh, layout, spec.shape, spec.dtype)
 
 
 @lru_cache(maxsize=1024)

@@ -58,13 +58,44 @@ def backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    if isinstance(self, ShardTensor) and self._spec.partial_axes:
-        # All ranks are here, which they may not be when one of them prints the loss: finish its sum now.
-        layout = self._spec.resolved_layout
-        self._local_tensor = redistribute_local(self._local_tensor, self._spec, layout)
-        self._spec = self._spec.with_layout(layout)
+    backward_of(self, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+@function_rule(torch.autograd.backward)
+def backward_of(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    roots = _listed(tensors)
+    given = grad_tensors if grad_variables is None else grad_variables
+    grads = _listed(given) if given is not None else [None] * len(roots)
+    asked = None if inputs is None else _listed(list(inputs.values()) if isinstance(inputs, dict) else inputs)
+    for root in roots:
+        _finish(root)
+    sharded = [item for item in (*roots, *(asked or [])) if isinstance(item, ShardTensor)]
+    if not all(tensor.requires_grad for tensor in sharded):
+        with _off():  # torch says what is wrong
+            return torch.autograd.backward(tensors, given, retain_graph, create_graph, inputs=inputs)
     # Not with torch functions off: what backward runs again (checkpoints) must find its weights promoted.
-    torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+    torch.autograd.backward(
+        [_edge(root) for root in roots],
+        [_implied(root) if item is None else item for root, item in zip(roots, grads, strict=True)],
+        retain_graph,
+        create_graph,
+        inputs=None if asked is None else [_edge(item) for item in asked],
+    )
+
+
+def _finish(root: Any) -> None:
+    """Do the pending sum of a root now: all ranks are here, which they may not be when one of them prints the loss."""
+    if isinstance(root, ShardTensor) and root._spec.partial_axes:
+        layout = root._spec.resolved_layout
+        root._local_tensor = redistribute_local(root._local_tensor, root._spec, layout)
+        root._spec = root._spec.with_layout(layout)
 
 
 @function_rule(torch.Tensor.retain_grad)

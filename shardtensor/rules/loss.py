@@ -69,6 +69,7 @@ def _operand_layout(each: ShardTensorSpec, spec: ShardTensorSpec) -> Layout:
     return operand_layout(each.layout, spec, each.shape)
 
 
+@lru_cache(maxsize=1024)
 def _share(spec: ShardTensorSpec) -> float:
     """This rank's part of all elements."""
     everything = spec.shape.numel()
@@ -82,9 +83,11 @@ def _loss(op: Any, operands: tuple[Operand, ...], reduction: int, *rest: float) 
         return wrap(op(*blocks, NONE, *rest).contiguous(), each)
     if reduction == SUM:
         return wrap(op(*blocks, SUM, *rest), total)
-    share = _share(each)
     # The local mean, weighted: a local sum could leave the range of a half-precision number.
-    local = op(*blocks, MEAN, *rest) * share if share else torch.zeros((), dtype=each.dtype, device=blocks[0].device)  # type: ignore[union-attr]
+    share = _share(each)
+    local = op(*blocks, MEAN, *rest)
+    if share != 1.0:
+        local = local.mul_(share) if share else local.zero_()  # the mean of an empty block is nan
     return wrap(local, total)
 
 

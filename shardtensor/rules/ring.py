@@ -129,7 +129,7 @@ def _add_tile(
 
 def _passing(own: Operands, plan: Plan) -> Iterator[tuple[Hop, torch.Tensor, torch.Tensor]]:
     """The blocks of keys and values as they pass; the next one is under way while the caller works on this one."""
-    hops = plan.hops()
+    hops = plan.hops
     if len(hops) == 1:
         yield hops[0], own.k, own.v
         return
