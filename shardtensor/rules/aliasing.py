@@ -45,7 +45,7 @@ def refuse_lost_view(target: ShardTensor) -> None:
     """
     if target._is_view() and not in_backward():
         raise OpError(
-            f"in-place write to a view {tuple(target._spec.shape)} of a tensor that is expanded or waits for a reduction "
-            f"(placements {target._spec.placements}): it would not reach that tensor. Write out of place (y = y + 1), "
-            f"or clone() the view first"
+            f"in-place write to a view {tuple(target._spec.shape)} of a tensor that is expanded or waits for a sum "
+            f"(placements {target._spec.placements}): it would not reach it. Write out of place (y = y + 1), or "
+            f"clone() the view first"
         )
