@@ -383,6 +383,10 @@ def test_errors_name_the_cause(ranks):
             x + torch.ones(2, 7, 3, dtype=F64)
         with pytest.raises((RuntimeError, OpError), match=r"(?i)result type|cast|dtype"):
             x.long().add_(x)
+        with pytest.raises(OpError, match="waits for a sum"):
+            x.sum(1)[0].add_(1)
+        with pytest.raises(OpError, match="expanded"):
+            x[:, :1].expand(2, 8, 3).mul_(2)
         y = shard(values(2, 8, 3), mesh, {})
         assert (y * 2)._spec.layout == (Replicate(),)
 
