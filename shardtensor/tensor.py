@@ -278,8 +278,20 @@ class ShardTensor(torch.Tensor):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], spec: ShardTensorSpec, outer_size: Any, outer_stride: Any
     ) -> ShardTensor:
-        meta = TensorMeta(outer_size, outer_stride, spec.dtype)
+        meta = TensorMeta(torch.Size(outer_size), tuple(outer_stride), spec.dtype)
         return ShardTensor(inner["_local_tensor"], ShardTensorSpec(spec.mesh, spec.layout, meta))
+
+    def __coerce_tangent_metadata__(self) -> ShardTensor:
+        """What a compiled backward is traced with as the gradient of this output: no pending sum."""
+        return self._with_layout(self._spec.resolved_layout)
+
+    def __coerce_same_metadata_as_tangent__(
+        self, metadata: ShardTensorSpec, expected_type: type | None = None
+    ) -> torch.Tensor | None:
+        """This gradient as the compiled backward was traced for; None: it cannot be."""
+        if expected_type is torch.Tensor:
+            return self.full_tensor()
+        return self._with_layout(metadata.layout) if expected_type in (None, ShardTensor) else None
 
 
 def _rebuild(local_tensor: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool, is_parameter: bool) -> ShardTensor:

@@ -33,6 +33,8 @@ def defined_op(schema: str, fake: Callable[..., Any]) -> Callable[[Kernel], Kern
         LIBRARY.define(schema)
         LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"shardtensor::{name}", fake, lib=LIBRARY)
+        # A rank that has no use for what it receives must send all the same: no trace may drop an exchange.
+        torch.fx.node.has_side_effect(getattr(torch.ops.shardtensor, name).default)
         return kernel
 
     return define

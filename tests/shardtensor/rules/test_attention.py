@@ -61,9 +61,8 @@ def hidden_rows(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("cuts", CUTS)
 def test_layouts(ranks: Ranks, cuts: str, batch: int, causal: bool) -> None:
-    if cuts == "batch" and batch == 1:
-        pytest.skip("one sample cannot be cut")
-    ranks.same_as_plain(attend, *operands(batch), None, causal, cuts=[*CUTS[cuts], None, None])
+    placed = [(0, (0, 1, 0))] * 3 if cuts == "batch" and batch == 1 else CUTS[cuts]
+    ranks.same_as_plain(attend, *operands(batch), None, causal, cuts=[*placed, None, None])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -321,6 +320,21 @@ def test_only_blocks_of_keys_and_values_travel(ranks: Ranks) -> None:
         assert total == row * (SEQ[1][rank] + SEQ[1][rank - 1])
         assert backward == {"ring_shift": 5}  # two of keys and values, three of their gradients
     assert ranks.run(sent, q, HEADS, mesh=(2,)) == [({}, 0, {})] * 2
+
+
+# Compiled ------------------------------------------------------------------------------------------------------------
+
+
+def compiled(q: Any, k: Any, v: Any) -> torch.Tensor:
+    def doubled(*inputs: Any) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*inputs, is_causal=True) * 2
+
+    out: torch.Tensor = torch.compile(doubled, backend="aot_eager")(q, k, v)
+    return out
+
+
+def test_a_rank_that_sees_no_key_of_the_next_one_sends_its_own_when_compiled(ranks: Ranks) -> None:
+    ranks.same_as_plain(compiled, *operands(), cuts=CUTS["alike"])
 
 
 # Modules -------------------------------------------------------------------------------------------------------------
