@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardtensor import comm
+from shardtensor.buckets import close_bucket, open_bucket
 from shardtensor.comm.agree import gather_facts
 from shardtensor.comm.scatter import broadcast_value, broadcast_values, scatter_blocks
 from shardtensor.errors import LayoutError, RankDisagreementError
 from shardtensor.infer import layout_like, normalized
-from shardtensor.promotion import close_bucket, open_bucket
 from shardtensor.spec import DeviceMesh, Placement, ShardTensorSpec, mesh_sizes, replicate
 from shardtensor.tensor import ShardTensor
 

@@ -17,7 +17,7 @@ LAYERS = list(PACKAGES)  # lowest first: each may import itself and those before
 RUNTIME_LAYERS = ["errors", "spec", "comm", "rules"]  # of shardtensor, lowest first
 COMMUNICATES = {"comm", "distribute", "ranks"}  # modules of shardtensor that may use all of torch.distributed
 # Modules that may use its types: meshes, placements, DTensor.
-KNOWS_ITS_TYPES = {"spec", "tensor", "boundary", "infer", "promotion"}
+KNOWS_ITS_TYPES = {"spec", "tensor", "boundary", "buckets", "infer", "promotion"}
 TYPES = ("torch.distributed.device_mesh", "torch.distributed.tensor")
 
 FILES = [(path, name) for name, folder in PACKAGES.items() for path in sorted(folder.rglob("*.py"))]

@@ -225,12 +225,12 @@ def test_a_failing_forward_leaves_no_bucket_open(ranks):
             raise KeyError("inside")
 
     def check(mesh):
-        from shardtensor import promotion
+        from shardtensor import buckets
 
         module = sync_module_over_mesh(Fails().double(), mesh)
         with pytest.raises(KeyError):
             module(shard(batch(), mesh, ROWS))
-        assert not promotion._open.buckets
+        assert not buckets._open.buckets
 
     ranks.run(check, mesh=(3,))
 
