@@ -72,22 +72,19 @@ def backward_of(
 ) -> None:
     roots = _listed(tensors)
     given = grad_tensors if grad_variables is None else grad_variables
-    grads = _listed(given) if given is not None else [None] * len(roots)
-    asked = None if inputs is None else _listed(list(inputs.values()) if isinstance(inputs, dict) else inputs)
-    for root in roots:
-        _finish(root)
-    sharded = [item for item in (*roots, *(asked or [])) if isinstance(item, ShardTensor)]
-    if not all(tensor.requires_grad for tensor in sharded):
-        with _off():  # torch says what is wrong
+    with _off():
+        for root in roots:
+            _finish(root)
+        asked = None if inputs is None else _listed(list(inputs.values()) if isinstance(inputs, dict) else inputs)
+        sharded = [item for item in (*roots, *(asked or [])) if isinstance(item, ShardTensor)]
+        if not all(tensor.requires_grad for tensor in sharded):  # torch says what is wrong
             return torch.autograd.backward(tensors, given, retain_graph, create_graph, inputs=inputs)
+        grads = _listed(given) if given is not None else [None] * len(roots)
+        grads = [_implied(root) if item is None else item for root, item in zip(roots, grads, strict=True)]
+        edges = [_edge(root) for root in roots]
+        wanted = None if asked is None else [_edge(item) for item in asked]
     # Not with torch functions off: what backward runs again (checkpoints) must find its weights promoted.
-    torch.autograd.backward(
-        [_edge(root) for root in roots],
-        [_implied(root) if item is None else item for root, item in zip(roots, grads, strict=True)],
-        retain_graph,
-        create_graph,
-        inputs=None if asked is None else [_edge(item) for item in asked],
-    )
+    torch.autograd.backward(edges, grads, retain_graph, create_graph, inputs=wanted)
 
 
 def _finish(root: Any) -> None:

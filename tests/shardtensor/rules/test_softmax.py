@@ -35,8 +35,9 @@ def test_softmax(ranks: Ranks, name: str, dim: int, sizes: tuple[int, ...]) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_softmax_in_other_dtypes_with_large_values(ranks: Ranks, name: str, dtype: torch.dtype) -> None:
-    x = (50 * torch.randn(2, 8) + 1000).to(dtype)
+    x = (2 * torch.randn(2, 8) + 1000).to(dtype)
     ranks.same_as_plain(run_strictly, name, x, 1, cuts=[None, (1, (5, 3)), None])
+    ranks.same_as_plain(run_strictly, name, 50 * x, 1, cuts=[None, (1, (5, 3)), None], gradients=False)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
