@@ -18,7 +18,7 @@ from shardtensor import tensor as sharded  # used at call time only: the two mod
 from shardtensor.redistribute import redistribute_local
 from shardtensor.spec import DeviceMesh, Layout, Partial, ShardTensorSpec, mesh_sizes, replicate, whole_spec
 
-__all__ = ["PLAIN", "Promote", "close_bucket", "find_in_buckets", "open_bucket"]
+__all__ = ["PLAIN", "Promote", "buckets_are_open", "close_bucket", "find_in_buckets", "open_bucket"]
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The classes of tensors that are promoted: exactly these, no subclass with a dispatch of its own."""
@@ -98,7 +98,7 @@ class _Bucket:
             self.mesh = mesh
             together = Promote.apply(mesh, *self.members.values())
             self.promoted = dict(zip(self.members, together, strict=True))
-        return self.promoted[id(tensor)] if mesh == self.mesh else None
+        return self.promoted[id(tensor)] if mesh is self.mesh or mesh == self.mesh else None
 
 
 class _Open(threading.local):
@@ -109,7 +109,13 @@ class _Open(threading.local):
 _open = _Open()
 
 
+def buckets_are_open() -> bool:
+    """Whether the forward of a module runs whose weights are promoted together."""
+    return bool(_open.buckets)
+
+
 def find_in_buckets(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
+    """What stands for the weight in the forward that runs; None for other tensors."""
     for bucket in reversed(_open.buckets):
         found = bucket.find(tensor, mesh)
         if found is not None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardtensor import tensor as sharded  # used at call time only: the two modules need each other
 from shardtensor.boundary import FromDTensor
-from shardtensor.buckets import PLAIN, Promote, find_in_buckets
+from shardtensor.buckets import PLAIN, Promote, buckets_are_open, find_in_buckets
 from shardtensor.errors import LayoutError, OpError
 from shardtensor.spec import DeviceMesh
 
@@ -67,12 +67,41 @@ def promoted(
 
     Other plain tensors stay: rules take them as replicated.
     """
-    for arg in args:
-        if type(arg) not in SETTLED and _concerns(arg):
-            break
-    else:
-        if not kwargs or not any(_concerns(value) for value in kwargs.values()):
-            return args, kwargs
+    weights: list[torch.Tensor] = []
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(arg)
+        if kind in SETTLED:
+            continue
+        if kind in PLAIN and _mode is TensorPromotionMode.SILENT:
+            if _is_weight(arg):
+                weights.append(arg)
+        elif _concerns(arg):
+            return _generally_promoted(func, args, kwargs)
+    if not weights:
+        return args, kwargs
+    if not args or type(args[0]) is not sharded.ShardTensor:
+        return _generally_promoted(func, args, kwargs)
+    # The usual case, in few steps: a sharded tensor, then weights.
+    found = _stand_ins(weights, args[0]._spec.mesh)
+    args = tuple([found.get(id(arg), arg) for arg in args])
+    return args, {name: found.get(id(value), value) for name, value in kwargs.items()} if kwargs else kwargs
+
+
+def _stand_ins(weights: list[torch.Tensor], mesh: DeviceMesh) -> dict[int, Any]:
+    """What stands for plain tensors, by id: from the open buckets, or promoted now, together."""
+    found: dict[int, Any] = {}
+    if buckets_are_open():
+        found = {id(weight): before for weight in weights if (before := find_in_buckets(weight, mesh)) is not None}
+        weights = [weight for weight in weights if id(weight) not in found]
+    if weights:
+        found.update(zip(map(id, weights), Promote.apply(mesh, *weights), strict=True))
+    return found
+
+
+def _generally_promoted(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any] | None]:
+    """The same for weights in lists or among keywords, DTensors, open buckets, and other modes."""
     mesh = _mesh_of(args) or _mesh_of(kwargs)
     if mesh is None:
         return args, kwargs
@@ -146,36 +175,15 @@ def _is_weight(tensor: torch.Tensor) -> bool:
 
 
 def _with_promoted(value: Any, mesh: DeviceMesh, everything: bool = False) -> Any:
-    """Nested arguments with their weights (or all plain tensors) promoted; those not in a bucket go together."""
-    found: dict[int, Any] = {}
-    alone: dict[int, torch.Tensor] = {}
-    _find_weights(value, mesh, everything, found, alone)
-    if alone:
-        found.update(zip(alone, Promote.apply(mesh, *alone.values()), strict=True))
-    return _replaced(value, found)
-
-
-def _find_weights(
-    value: Any, mesh: DeviceMesh, everything: bool, found: dict[int, Any], alone: dict[int, torch.Tensor]
-) -> None:
-    """Sort the weights in nested arguments: those promoted before into ``found``, by id, the others into ``alone``."""
-    for item in value.values() if type(value) is dict else value:
-        kind = type(item)
-        if kind in SETTLED:
-            continue
-        if kind in PLAIN:
-            if everything or _is_weight(item):
-                before = find_in_buckets(item, mesh)
-                if before is None:
-                    alone[id(item)] = item
-                else:
-                    found[id(item)] = before
-        elif kind is tuple or kind is list or kind is dict:
-            _find_weights(item, mesh, everything, found, alone)
-        elif isinstance(item, DTensor):
+    """Nested arguments with their weights (or all plain tensors) and DTensors promoted."""
+    leaves = [item for item in _flat(value) if type(item) not in SETTLED]
+    found = _stand_ins([item for item in leaves if type(item) in PLAIN and (everything or _is_weight(item))], mesh)
+    for item in leaves:
+        if isinstance(item, DTensor):
             if item.device_mesh != mesh:
                 raise LayoutError(f"a DTensor on {item.device_mesh} meets a ShardTensor on {mesh}: use one mesh")
             found[id(item)] = FromDTensor.apply(item, sharded.ShardTensor)
+    return _replaced(value, found)
 
 
 def _replaced(value: Any, found: dict[int, Any]) -> Any:

@@ -60,6 +60,17 @@ class ShardTensor(torch.Tensor):
     def __format__(self, format_spec: str) -> str:
         return format(repr(self), format_spec) if self._spec.shape else format(self.item(), format_spec)
 
+    def backward(
+        self,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """As ``torch.Tensor.backward``, without the detour by which torch finds this class."""
+        arguments = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+        FUNCTIONS[torch.autograd.backward](torch.autograd.backward, (), (self, gradient), arguments)
+
     # Making and leaving ------------------------------------------------------------------------------------------
 
     @staticmethod

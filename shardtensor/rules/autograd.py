@@ -32,7 +32,13 @@ def _guard_leaf(tensor: Any) -> None:
     """Have the gradient that arrives at a leaf brought to the leaf's layout, once per leaf."""
     if isinstance(tensor, ShardTensor) and tensor.requires_grad and tensor.is_leaf and not tensor._backward_hooks:
         spec = tensor._spec
-        torch.Tensor.register_hook(tensor, lambda grad: like_primal(grad, spec))
+        layout = spec.resolved_layout
+
+        def lay(grad: Any) -> Any:
+            lies = type(grad) is ShardTensor and grad._spec.layout == layout
+            return None if lies else like_primal(grad, spec)
+
+        torch.Tensor.register_hook(tensor, lay)
 
 
 @function_rule(torch.Tensor.requires_grad_)
