@@ -45,7 +45,7 @@ class TensorPromotionMode(enum.Enum):
 
 _mode = TensorPromotionMode.SILENT
 
-SETTLED: set[type] = {int, float, bool, type(None), torch.dtype, torch.device}
+SETTLED: set[type] = {int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, torch.Size}
 """Types of arguments that need no look: ShardTensor enters itself."""
 
 
@@ -119,7 +119,7 @@ def _concerns(arg: Any) -> bool:
         # Outside SILENT mode every plain tensor is looked at, not only weights.
         return _is_weight(arg) or _mode is not TensorPromotionMode.SILENT
     if kind is tuple or kind is list:
-        return any(_concerns(item) for item in arg)
+        return any(type(item) not in SETTLED and _concerns(item) for item in arg)
     return isinstance(arg, DTensor)
 
 

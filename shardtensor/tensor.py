@@ -17,7 +17,7 @@ from shardtensor.comm.trace import op_scope
 from shardtensor.comm.trace import running as running_traces
 from shardtensor.errors import LayoutError, OpError
 from shardtensor.fallback import run_replicated
-from shardtensor.promotion import TensorPromotionMode
+from shardtensor.promotion import SETTLED, TensorPromotionMode
 from shardtensor.registry import FUNCTIONS, NAMED_FUNCTIONS, RULES, named_handler
 from shardtensor.spec import Cut, DeviceMesh, Layout, Placement, ShardTensorSpec, TensorMeta, replicate
 
@@ -242,7 +242,10 @@ class ShardTensor(torch.Tensor):
             handler = named_handler(func)
         if handler is not None:
             return handler(func, types, args, kwargs or {})
-        args, kwargs = promotion.promoted(func, args, kwargs)
+        for arg in (*args, *kwargs.values()) if kwargs else args:
+            if type(arg) not in SETTLED:
+                args, kwargs = promotion.promoted(func, args, kwargs)
+                break
         with _function_off():
             return func(*args, **kwargs) if kwargs else func(*args)
 
@@ -313,7 +316,7 @@ def _rebuild(local_tensor: torch.Tensor, spec: ShardTensorSpec, requires_grad: b
 
 
 torch.serialization.add_safe_globals([_rebuild, ShardTensorSpec, TensorMeta, Cut])
-promotion.SETTLED.add(ShardTensor)
+SETTLED.add(ShardTensor)
 
 
 def _outside_inference(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
