@@ -119,7 +119,12 @@ def _concerns(arg: Any) -> bool:
         # Outside SILENT mode every plain tensor is looked at, not only weights.
         return _is_weight(arg) or _mode is not TensorPromotionMode.SILENT
     if kind is tuple or kind is list:
-        return any(type(item) not in SETTLED and _concerns(item) for item in arg)
+        for item in arg:
+            if type(item) in SETTLED:
+                continue
+            if _concerns(item):
+                return True
+        return False
     return isinstance(arg, DTensor)
 
 

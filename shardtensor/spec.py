@@ -178,7 +178,10 @@ class ShardTensorSpec:
     ) -> ShardTensorSpec:
         """A spec for a tensor of ``shape`` (row-major unless ``stride`` is given)."""
         size = torch.Size(shape)
-        return cls(mesh, layout, TensorMeta(size, contiguous_stride(size) if stride is None else stride, dtype))
+        try:
+            return _spec_of(mesh, layout, size, dtype, stride)
+        except TypeError:  # symbolic lengths have no hash
+            return cls(mesh, layout, TensorMeta(size, contiguous_stride(size) if stride is None else stride, dtype))
 
     @property
     def shape(self) -> torch.Size:
@@ -355,6 +358,14 @@ class ShardTensorSpec:
 
 
 # Derived specs are one object for equal arguments, so that look-ups by spec find them by identity.
+
+
+@lru_cache(maxsize=4096)
+def _spec_of(
+    mesh: DeviceMesh, layout: Layout, size: torch.Size, dtype: torch.dtype, stride: tuple[int, ...] | None
+) -> ShardTensorSpec:
+    """One object a spec: what follows from it (local shape, cuts, hash) is worked out once."""
+    return ShardTensorSpec(mesh, layout, TensorMeta(size, contiguous_stride(size) if stride is None else stride, dtype))
 
 
 @lru_cache(maxsize=4096)

@@ -117,14 +117,26 @@ def _index_spec(index: torch.Tensor, mesh: Any) -> ShardTensorSpec:
 @rule(aten.index_select.default)
 def index_select(self: torch.Tensor, dim: int, index: torch.Tensor) -> ShardTensor:
     """``x.index_select(dim, index)``; the rows taken of a cut dim are cut as the index is, else evenly."""
-    mesh = mesh_of(self, index)
     if isinstance(self, ShardTensor) and self.requires_grad:
         remember(self)
+    if type(self) is ShardTensor and not isinstance(index, ShardTensor):
+        result = _of_whole_rows(self._spec, dim, index.shape)
+        if result is not None:  # the short way: every rank has the rows asked for
+            return wrap(self._local_tensor.index_select(dim, index), result)
+    mesh = mesh_of(self, index)
     spec, numbers = spec_of(self, mesh), _index_spec(index, mesh)
     dim = dim % max(spec.ndim, 1)
     plan = rows_of(spec, dim, numbers)
     rows = take(local_in(self, plan.source, mesh), dim, local_in(index, plan.numbers, mesh).reshape(-1), spec, plan)
     return wrap(rows, _taken(spec, dim, numbers.shape[0], plan.taken))
+
+
+@lru_cache(maxsize=2048)
+def _of_whole_rows(spec: ShardTensorSpec, dim: int, index: torch.Size) -> ShardTensorSpec | None:
+    """The spec of rows taken of a dim that is not cut, by numbers of shape ``index``; None where it is not so."""
+    if len(index) != 1 or not spec.ndim or spec.partial_axes or spec.axes_of(dim % spec.ndim):
+        return None
+    return _taken(spec, dim % spec.ndim, index[0], spec.layout)
 
 
 @lru_cache(maxsize=2048)
