@@ -25,14 +25,16 @@ def _all_gather(x: torch.Tensor, dim: int, sizes: list[int], group: str) -> torc
     process_group, _, world = resolve(group)
     if world == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    widest = max(sizes)
-    # Backends gather equal blocks only: pad every block to the widest one, cut the padding off afterwards.
-    block = x.new_zeros([widest, *x.shape[:dim], *x.shape[dim + 1 :]])
-    block[: x.shape[dim]].copy_(x.movedim(dim, 0))
+    widest, block = max(sizes), x.movedim(dim, 0)
+    if len(block) < widest:
+        # Backends gather equal blocks only: pad every block to the widest one, cut the padding off afterwards.
+        block = torch.cat([block, block.new_zeros([widest - len(block), *block.shape[1:]])])
     gathered = x.new_empty([world, *block.shape])
     if block.numel():
         with exchange("all_gather", process_group, x.numel() * x.element_size()):
             _gather_blocks(as_bytes(gathered), as_bytes(block), group=process_group)
+    if dim == 0 and min(sizes) == widest:
+        return gathered.flatten(0, 1)
     out = _fake_gather(x, dim, sizes, group)
     torch.cat([gathered[rank, :size].movedim(0, dim) for rank, size in enumerate(sizes)], dim, out=out)
     return out

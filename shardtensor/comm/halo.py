@@ -13,9 +13,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from shardtensor.comm.library import as_bytes, defined_op, exchange, resolve
+from shardtensor.comm.library import defined_op, resolve
+from shardtensor.comm.pairs import begin_pairs
 
 __all__ = ["Piece", "halo_begin", "halo_exchange", "halo_reduce", "pieces"]
 
@@ -78,28 +78,6 @@ def _route(
     return _Route(kept, sends, receives)
 
 
-def _swap(
-    name: str, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], group: dist.ProcessGroup
-) -> Callable[[], None]:
-    """Start sending and receiving one contiguous buffer per peer; the returned function waits."""
-    ops = [dist.P2POp(dist.isend, as_bytes(block), group=group, group_peer=peer) for peer, block in outgoing.items()]
-    ops += [dist.P2POp(dist.irecv, as_bytes(block), group=group, group_peer=peer) for peer, block in incoming.items()]
-    if not ops:
-        return lambda: None
-    sent = sum(block.numel() * block.element_size() for block in outgoing.values())
-    with exchange(name, group, sent):
-        works = dist.batch_isend_irecv(ops)
-
-    def wait() -> None:
-        try:
-            for work in works:
-                work.wait()
-        finally:
-            outgoing.clear()
-
-    return wait
-
-
 def _shape(x: torch.Tensor, dim: int, length: int) -> list[int]:
     return [*x.shape[:dim], length, *x.shape[dim + 1 :]]
 
@@ -128,7 +106,7 @@ def halo_begin(
         peer: x.new_empty(_shape(x, dim, sum(piece.length for piece in parts)))
         for peer, parts in route.receives.items()
     }
-    wait = _swap("halo_exchange", outgoing, incoming, process_group)
+    wait = begin_pairs("halo_exchange", outgoing, incoming, process_group, x.device)
     covered = sum(piece.length for piece in (*route.kept, *(p for parts in route.receives.values() for p in parts)))
     shape = _shape(x, dim, length)
     window = x.new_empty(shape) if covered == length else x.new_full(shape, fill)
@@ -136,8 +114,7 @@ def halo_begin(
         window.narrow(dim, piece.place, piece.length).copy_(x.narrow(dim, piece.start, piece.length))
 
     def end() -> torch.Tensor:
-        with exchange("halo_exchange", process_group):
-            wait()
+        wait()
         for peer, parts in route.receives.items():
             at = 0
             for piece in parts:
@@ -245,12 +222,11 @@ def _halo_reduce(
         peer: window.new_empty(_shape(window, dim, sum(piece.length for piece in parts)))
         for peer, parts in route.sends.items()
     }
-    wait = _swap("halo_reduce", outgoing, incoming, process_group)
+    wait = begin_pairs("halo_reduce", outgoing, incoming, process_group, window.device)
     total = window.new_zeros(_shape(window, dim, sizes[rank]))
     for piece in route.kept:
         total.narrow(dim, piece.start, piece.length).add_(window.narrow(dim, piece.place, piece.length))
-    with exchange("halo_reduce", process_group):
-        wait()
+    wait()
     # Peers in order of rank, so that the sum does not depend on which message came first.
     for peer, parts in route.sends.items():
         at = 0

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 
 import torch
-import torch.distributed as dist
 
-from shardtensor.comm.library import as_bytes, defined_op, exchange, resolve
+from shardtensor.comm.library import defined_op, resolve
+from shardtensor.comm.pairs import begin_pairs
 
 __all__ = ["ring_shift", "ring_shift_begin"]
 
@@ -24,23 +23,13 @@ def ring_shift_begin(
     if shift % world == 0:
         return lambda: x
     received = x.new_empty(tuple(recv_shape))
-    sent = x.contiguous()
-    ops = []
-    if sent.numel():
-        ops.append(dist.P2POp(dist.isend, as_bytes(sent), group=process_group, group_peer=(rank + shift) % world))
-    if prod(recv_shape):
-        ops.append(dist.P2POp(dist.irecv, as_bytes(received), group=process_group, group_peer=(rank - shift) % world))
-    with exchange("ring_shift", process_group, sent.numel() * sent.element_size()):
-        works = dist.batch_isend_irecv(ops) if ops else []
+    outgoing, incoming = {(rank + shift) % world: x.contiguous()}, {(rank - shift) % world: received}
+    wait = begin_pairs("ring_shift", outgoing, incoming, process_group, x.device)
 
     def end() -> torch.Tensor:
-        with exchange("ring_shift", process_group):
-            for work in works:
-                work.wait()
-        del sent_alive[:]
+        wait()
         return received
 
-    sent_alive = [sent]
     return end
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardtensor.comm.library import as_bytes, exchange, resolve
+from shardtensor.comm.pairs import begin_pairs
 
 __all__ = ["broadcast_value", "broadcast_values", "scatter_blocks"]
 
@@ -31,18 +32,16 @@ def scatter_blocks(
     """
     process_group = resolve(group)[0] if group else dist.distributed_c10d._get_default_group()
     rank = dist.get_rank()
-    sent = 0
+    outgoing: dict[int, torch.Tensor] = {}
+    incoming: dict[int, torch.Tensor] = {}
     if blocks is not None:
         mine = blocks[rank].to(device, copy=True, memory_format=torch.contiguous_format)
-        out = {peer: block.to(device).contiguous() for peer, block in blocks.items() if peer != rank and block.numel()}
-        ops = [dist.P2POp(dist.isend, as_bytes(block), peer, process_group) for peer, block in out.items()]
-        sent = sum(op.tensor.numel() for op in ops)
+        others = {peer: block for peer, block in blocks.items() if peer != rank}
+        outgoing = {dist.get_group_rank(process_group, peer): block.to(device) for peer, block in others.items()}
     else:
         mine = torch.empty(tuple(shape), dtype=dtype, device=device)
-        ops = [dist.P2POp(dist.irecv, as_bytes(mine), src, process_group)] if mine.numel() else []
-    with exchange("scatter", process_group, sent):
-        for work in dist.batch_isend_irecv(ops) if ops else []:
-            work.wait()
+        incoming = {dist.get_group_rank(process_group, src): mine}
+    begin_pairs("scatter", outgoing, incoming, process_group, device)()
     return mine
 
 
