@@ -190,9 +190,10 @@ def _enter_table() -> None:
             entry = partial(function, op)
             entry.__module__ = __name__
             rule(op)(entry)
-    backward = partial(pointwise, aten.rrelu_with_noise_backward.default)
+    slope = aten.rrelu_with_noise_backward.default
+    backward = partial(pointwise, slope, slope)
     backward.__module__ = __name__
-    rule(aten.rrelu_with_noise_backward.default)(backward)
+    rule(slope)(backward)
 
 
 _enter_table()
