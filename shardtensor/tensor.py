@@ -243,9 +243,11 @@ class ShardTensor(torch.Tensor):
         if handler is not None:
             return handler(func, types, args, kwargs or {})
         for arg in (*args, *kwargs.values()) if kwargs else args:
-            if type(arg) not in SETTLED:
-                args, kwargs = promotion.promoted(func, args, kwargs)
-                break
+            kind = type(arg)
+            if kind in SETTLED or (kind in (tuple, list) and SETTLED.issuperset(map(type, arg))):
+                continue
+            args, kwargs = promotion.promoted(func, args, kwargs)
+            break
         with _function_off():
             return func(*args, **kwargs) if kwargs else func(*args)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from shardtensor.boundary import in_layout
@@ -89,8 +89,25 @@ def backward_of(
         grads = [_implied(root) if item is None else item for root, item in zip(roots, grads, strict=True)]
         edges = [_edge(root) for root in roots]
         wanted = None if asked is None else [_edge(item) for item in asked]
+        fit = wanted != [] and all(map(_fits, roots, grads))
     # Not with torch functions off: what backward runs again (checkpoints) must find its weights promoted.
-    torch.autograd.backward(edges, grads, retain_graph, create_graph, inputs=wanted)
+    if not fit:  # torch says what is wrong
+        return torch.autograd.backward(edges, grads, retain_graph, create_graph, inputs=wanted)
+    keep = create_graph if retain_graph is None else retain_graph
+    # What torch.autograd.backward comes to; its checks of shapes, made for symbolic ones, cost more than a small op.
+    _engine_run_backward(
+        tuple(edges), tuple(grads), keep, create_graph, tuple(wanted or ()), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _fits(root: Any, grad: Any) -> bool:
+    """Whether a gradient is surely one for that root."""
+    return (
+        isinstance(root, ShardTensor)
+        and isinstance(grad, torch.Tensor)
+        and grad.shape == root.shape
+        and grad.dtype == root.dtype
+    )
 
 
 def _finish(root: Any) -> None:
