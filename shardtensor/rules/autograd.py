@@ -94,10 +94,8 @@ def backward_of(
     if not fit:  # torch says what is wrong
         return torch.autograd.backward(edges, grads, retain_graph, create_graph, inputs=wanted)
     keep = create_graph if retain_graph is None else retain_graph
-    # What torch.autograd.backward comes to; its checks of shapes, made for symbolic ones, cost more than a small op.
-    _engine_run_backward(
-        tuple(edges), tuple(grads), keep, create_graph, tuple(wanted or ()), allow_unreachable=True, accumulate_grad=True
-    )
+    ends = (tuple(edges), tuple(grads))
+    _engine_run_backward(*ends, keep, create_graph, tuple(wanted or ()), allow_unreachable=True, accumulate_grad=True)
 
 
 def _fits(root: Any, grad: Any) -> bool:
