@@ -36,21 +36,33 @@ class XarraySource(Source):
 
 
 def open_xarray(source: xr.Dataset | xr.DataArray, *, missing: Missing = "raise") -> Store:
-    """Wrap an open dataset; what it does about missing chunks is settled already, so `missing` changes nothing."""
+    """Wrap an open dataset; what it does about missing chunks is settled already, so `missing` changes nothing.
+
+    Closing the store leaves the dataset open: who opened it closes it.
+    """
     dataset = source if isinstance(source, xr.Dataset) else source.to_dataset(name=source.name or "array")
-    return dataset_store(dataset, url=str(dataset.encoding.get("source", "<xarray.Dataset>")), format="xarray")
+    return dataset_store(dataset, url=str(dataset.encoding.get("source", "<xarray.Dataset>")), format="xarray", owned=False)
 
 
 def dataset_store(
-    dataset: xr.Dataset, *, url: str, format: str, chunks: Mapping[str, tuple[int, ...]] | None = None
+    dataset: xr.Dataset,
+    *,
+    url: str,
+    format: str,
+    chunks: Mapping[str, tuple[int, ...]] | None = None,
+    owned: bool = True,
 ) -> Store:
-    """A Store of a dataset's variables; `chunks` names decode units that the dataset does not tell itself."""
+    """A Store of a dataset's variables; `chunks` names decode units that the dataset does not tell itself.
+
+    Closing the store closes the dataset if it is `owned`.
+    """
     sources = {
         str(name): XarraySource(str(name), variable, (chunks or {}).get(str(name)))
         for name, variable in dataset.variables.items()
     }
     attrs = {str(key): value for key, value in dataset.attrs.items()}
-    return Store(url, sources, attrs, format, (dataset.close,), frozenset(map(str, dataset.coords)))
+    closers = (dataset.close,) if owned else ()
+    return Store(url, sources, attrs, format, closers, frozenset(map(str, dataset.coords)))
 
 
 def _chunks(variable: xr.Variable) -> tuple[int, ...] | None:

@@ -73,6 +73,15 @@ def test_data_array_and_times_of_decoded_dataset(shared_data: Path) -> None:
         np.testing.assert_array_equal(grid.times.values, dataset["time"].values)
 
 
+def test_closing_the_store_leaves_the_callers_dataset_open() -> None:
+    closed: list[bool] = []
+    dataset = xr.Dataset({"t": (("y", "x"), np.zeros((2, 3), np.float32))})
+    dataset.set_close(lambda: closed.append(True))
+    with open_store(dataset) as store:
+        assert store["t"].read().shape == (2, 3)
+    assert not closed
+
+
 def test_reading_is_lazy() -> None:
     """A slab of a dask-backed variable computes only the chunks under it."""
     computed = []
