@@ -1,0 +1,6 @@
+"""Where stored bytes come from: local files, object stores."""
+
+from shardio.bytes.base import ByteStore
+from shardio.bytes.local import LocalBytes
+
+__all__ = ["ByteStore", "LocalBytes"]

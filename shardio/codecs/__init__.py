@@ -1,0 +1,1 @@
+"""Codecs that decode into given memory: raw, blosc by blocks, whole chunks, shards."""
