@@ -12,6 +12,8 @@ ShardIOError
   PartitionError        (ValueError)           sizes that do not fit the array or the ranks
   HaloError             (ValueError)           a halo that the array cannot give
   DecodeError           (ValueError)           values that do not fit the asked dtype
+  DestinationError      (FileExistsError)      a store cannot be written there
+  ClusterError          (ConnectionError)      a dask cluster does not answer
   ReadError             (OSError)              reading failed
     MissingChunkError   (FileNotFoundError)    a stored chunk is absent
     CorruptChunkError   (OSError)              a stored chunk cannot be decoded
@@ -69,6 +71,14 @@ class HaloError(ShardIOError, ValueError):
 
 class DecodeError(ShardIOError, ValueError):
     """Stored values do not fit the dtype that was asked for."""
+
+
+class DestinationError(ShardIOError, FileExistsError):
+    """A store cannot be written at this path."""
+
+
+class ClusterError(ShardIOError, ConnectionError):
+    """A dask cluster does not answer."""
 
 
 class ReadError(ShardIOError, OSError):

@@ -89,7 +89,7 @@ def test_json_round_trip(tmp_path: Path, values: np.ndarray) -> None:
     found.to_json(tmp_path / "a.json")
     assert Statistics.from_json(tmp_path / "a.json") == found
     (tmp_path / "b.json").write_text('{"version": 0}')
-    with pytest.raises(ValueError, match=r"b\.json holds no statistics of version 1"):
+    with pytest.raises(ValueError, match=r"b\.json holds no statistics of version 2"):
         Statistics.from_json(tmp_path / "b.json")
 
 
