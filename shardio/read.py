@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, overload
 import numpy as np
 import torch
 
-from shardio.box import Span, shape_of, slices
+from shardio.box import Box, Span, shape_of, slices
 from shardio.decode import Decode
 from shardio.errors import CorruptChunkError, DimensionError, ShardIOError
 from shardio.plan import Index, Plan, RankPlan
@@ -38,12 +38,16 @@ class Request:
         plan: the rank's part of it, index applied.
         out: contiguous CPU tensor of `plan.result_shape`, any dtype that the values fit.
         valid: bool tensor of the same shape, becomes True where there is a value; None if not wanted.
+        plans: the plan of all ranks, index not applied yet; a reader that shares chunks between ranks needs it.
+        index: that index.
     """
 
     source: Source
     plan: RankPlan
     out: torch.Tensor
     valid: torch.Tensor | None = None
+    plans: Plan | None = None
+    index: Index = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, tensor in (("out", self.out), ("valid", self.valid)):
@@ -127,7 +131,7 @@ class OwnReader:
 
     def _fetch(self, request: Request, task: Task) -> None:
         source, box = request.source, task.box
-        direct = _direct(request, task)
+        direct = destination(request, task.runs)
         stored = np.empty(shape_of(box), dtype=source.dtype) if direct is None else direct
         try:
             source.read_into(box, stored)
@@ -143,7 +147,7 @@ class OwnReader:
                 f"{type(error).__name__}: {error}; check or rewrite that chunk"
             ) from error
         if direct is None:
-            _deliver(request, task, stored)
+            deliver(request, task.runs, box, stored)
         fetched = task.elements if source.partial else task.chunks * math.prod(source.chunks)
         with self._lock:
             self.stats.chunks += task.chunks
@@ -237,28 +241,28 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
-def _direct(request: Request, task: Task) -> Array | None:
-    """Where the stored values can be read straight to; None if they must be decoded or are scattered."""
+def destination(request: Request, runs: Sequence[tuple[Run, ...]]) -> Array | None:
+    """Where the stored values of these runs can be read straight to; None if they must be decoded or are scattered."""
     source, out = request.source, request.out
     if source.decode != Decode() or request.valid is not None or out.dtype == torch.bfloat16:
         return None
-    if any(len(runs) != 1 for runs in task.runs) or out.numpy().dtype != source.dtype:
+    if any(len(along) != 1 for along in runs) or out.numpy().dtype != source.dtype:
         return None
-    return out.numpy().reshape(request.plan.shape)[slices(tuple(_dest(runs[0]) for runs in task.runs))]
+    return out.numpy().reshape(request.plan.shape)[slices(tuple(_dest(along[0]) for along in runs))]
 
 
 def _dest(run: Run) -> Span:
     return Span(run.dest, run.dest + run.size)
 
 
-def _deliver(request: Request, task: Task, stored: Array) -> None:
-    """Decode what a task has read into the request's buffers."""
-    shape, box = request.plan.shape, task.box
+def deliver(request: Request, runs: Sequence[tuple[Run, ...]], box: Box, stored: Array) -> None:
+    """Decode runs, of which the stored values of a box were read, into the request's buffers."""
+    shape = request.plan.shape
     out = request.out.view(shape)
     valid = None if request.valid is None else request.valid.numpy().reshape(shape)
-    for runs in itertools.product(*task.runs):
-        source = tuple(Span(r.source - s.start, r.source - s.start + r.size) for r, s in zip(runs, box, strict=True))
-        dest = slices(tuple(map(_dest, runs)))
+    for part in itertools.product(*runs):
+        source = tuple(Span(r.source - s.start, r.source - s.start + r.size) for r, s in zip(part, box, strict=True))
+        dest = slices(tuple(map(_dest, part)))
         values = stored[slices(source)]
         mask = None if valid is None else valid[dest]
         if out.dtype == torch.bfloat16:  # unknown to numpy
