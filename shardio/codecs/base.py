@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from shardio.box import Box
+from shardio.box import Box, Span
 from shardio.bytes.base import ByteStore
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -55,7 +55,14 @@ class Pipeline(ABC):
         self.shape = tuple(shape)
         self.dtype = dtype
         self.order = tuple(range(len(self.shape)) if order is None else order)
+        self._stored_shape = tuple(self.shape[at] for at in self.order) or (1,)
         self.nbytes = int(np.prod(self.shape, dtype=np.int64)) * dtype.itemsize
+
+    def stored(self, box: Box, out: Array) -> tuple[Box, Array, tuple[int, ...]]:
+        """A box of a chunk, what is to hold it, and the chunk's shape, with the dims as they are stored; 1 at least."""
+        if not self.order:
+            return (Span(0, 1),), out.reshape(1), self._stored_shape
+        return tuple(box[at] for at in self.order), out.transpose(self.order), self._stored_shape
 
     @abstractmethod
     def block(self, extent: Extent) -> int | None:
