@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from shardio.box import Box, Span, shape_of, slices
-from shardio.cache import NEVER, CachedSource, RowCache, Upcoming
+from shardio.cache import NEVER, RowCache, Upcoming
+from shardio.cached import CachedSource
 from shardio.errors import CorruptChunkError
 from shardio.source import Source
 
