@@ -103,11 +103,13 @@ class CachedSource(Source):
 
     def _row(self, values: Array, row: int) -> Array:
         at: Any = (*[slice(None)] * self._axis, row, ...)
-        return values[at]
+        part: Array = values[at]
+        return part
 
     def _rows(self, values: Array, rows: Span) -> Array:
         at: Any = (*[slice(None)] * self._axis, rows.slice(), ...)
-        return values[at]
+        part: Array = values[at]
+        return part
 
 
 def _without(box: Box, axis: int) -> Box:
