@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -20,7 +20,7 @@ import torch
 
 from shardio.box import Box, Span, shape_of, slices
 from shardio.decode import Decode
-from shardio.errors import CorruptChunkError, DimensionError, ShardIOError
+from shardio.errors import CorruptChunkError, DimensionError, MissingChunkError, ReadError, ShardIOError
 from shardio.plan import Index, Plan, RankPlan
 from shardio.runs import Run
 from shardio.source import Source
@@ -82,10 +82,13 @@ class OwnReader:
     Attributes:
         threads: threads that read and decode; by default the cores this process may use. 1 reads in the caller's.
         stats: what was read so far.
+        excuse: called with the request and the error for each chunk that is absent or corrupt; NaN is put in its place
+            (False in the mask). None: the error is raised.
     """
 
     threads: int | None = None
     stats: ReadStats = field(default_factory=ReadStats)
+    excuse: Callable[[Request, ShardIOError], None] | None = None
     _threads: int = field(default=1, init=False, repr=False)
     _pool: ThreadPoolExecutor | None = field(default=None, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
@@ -135,17 +138,19 @@ class OwnReader:
         stored = np.empty(shape_of(box), dtype=source.dtype) if direct is None else direct
         try:
             source.read_into(box, stored)
-        except ShardIOError:
-            raise
         except Exception as error:  # codecs and file libraries raise errors of many kinds
+            if isinstance(error, ShardIOError) and self.excuse is None:
+                raise
             if task.chunks > 1:  # find the one that it is
                 for single in task.single_chunks():
                     self._fetch(request, single)
                 return
-            raise CorruptChunkError(
-                f"{task} of {source.name!r} (rows {[tuple(span) for span in box]}) cannot be read: "
-                f"{type(error).__name__}: {error}; check or rewrite that chunk"
-            ) from error
+            named = _named(error, f"{task} of {source.name!r} (rows {[tuple(span) for span in box]})")
+            if self.excuse is None or not isinstance(named, (MissingChunkError, CorruptChunkError)):
+                raise named from error
+            self.excuse(request, named)
+            blank(request, task.runs)
+            return
         if direct is None:
             deliver(request, task.runs, box, stored)
         fetched = task.elements if source.partial else task.chunks * math.prod(source.chunks)
@@ -249,6 +254,27 @@ def destination(request: Request, runs: Sequence[tuple[Run, ...]]) -> Array | No
     if any(len(along) != 1 for along in runs) or out.numpy().dtype != source.dtype:
         return None
     return out.numpy().reshape(request.plan.shape)[slices(tuple(_dest(along[0]) for along in runs))]
+
+
+def _named(error: Exception, what: str) -> ShardIOError:
+    """The error that says what could not be read."""
+    if isinstance(error, ShardIOError):
+        return error
+    text = f"{what} cannot be read: {type(error).__name__}: {error}"
+    if isinstance(error, PermissionError):
+        return ReadError(f"{text}; it may be there, but this user may not read it: grant that")
+    return CorruptChunkError(f"{text}; check or rewrite that chunk")
+
+
+def blank(request: Request, runs: Sequence[tuple[Run, ...]]) -> None:
+    """Put NaN where runs go, and False in the mask."""
+    if not request.out.is_floating_point():
+        raise DimensionError(f"a bad chunk of {request.source.name!r} is NaN only in floats, not {request.out.dtype}")
+    for part in itertools.product(*runs):
+        dest = slices(tuple(map(_dest, part)))
+        request.out.view(request.plan.shape)[dest] = torch.nan
+        if request.valid is not None:
+            request.valid.view(request.plan.shape)[dest] = False
 
 
 def _dest(run: Run) -> Span:
