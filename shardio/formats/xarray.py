@@ -25,7 +25,7 @@ class XarraySource(Source):
             chunks=variable.shape if chunks is None else chunks,
             dtype=variable.dtype,
             attrs={str(key): value for key, value in variable.attrs.items()},
-            partial=chunks is None,
+            block=int(chunks is None),
         )
         self._variable = variable
 
@@ -41,7 +41,8 @@ def open_xarray(source: xr.Dataset | xr.DataArray, *, missing: Missing = "raise"
     Closing the store leaves the dataset open: who opened it closes it.
     """
     dataset = source if isinstance(source, xr.Dataset) else source.to_dataset(name=source.name or "array")
-    return dataset_store(dataset, url=str(dataset.encoding.get("source", "<xarray.Dataset>")), format="xarray", owned=False)
+    url = str(dataset.encoding.get("source", "<xarray.Dataset>"))
+    return dataset_store(dataset, url=url, format="xarray", owned=False)
 
 
 def dataset_store(
