@@ -17,6 +17,9 @@ ShardIOError
   ReadError             (OSError)              reading failed
     MissingChunkError   (FileNotFoundError)    a stored chunk is absent
     CorruptChunkError   (OSError)              a stored chunk cannot be decoded
+  RankLostError         (ConnectionError)      a rank that shares the reading has ended
+  RankTimeoutError      (TimeoutError)         a rank that shares the reading is too slow
+  ReadCancelledError    (RuntimeError)         a rank has ended its iteration while others read on
 """
 
 from __future__ import annotations
@@ -91,3 +94,15 @@ class MissingChunkError(ReadError, FileNotFoundError):
 
 class CorruptChunkError(ReadError):
     """A chunk is in the store but cannot be decoded."""
+
+
+class RankLostError(ShardIOError, ConnectionError):
+    """A rank that shares the reading has ended; the message says which."""
+
+
+class RankTimeoutError(ShardIOError, TimeoutError):
+    """A rank that shares the reading did not come along in time; the message says which."""
+
+
+class ReadCancelledError(ShardIOError, RuntimeError):
+    """A rank has ended its iteration while others still read."""

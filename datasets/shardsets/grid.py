@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from shardio import Grid, OwnReader, Partition, Request, Source, Store, find_grid, open_store, plan
+from shardio import Grid, Partition, Request, Source, Store, find_grid, open_store, plan
+from shardio.collective import CollectiveReader, Group, Read, make_reader
 from shardio.plan import Halo, Plan, RankPlan
 from shardsets.errors import SampleError
 from shardsets.samples import SampleSet, Slab, SlabReader
@@ -154,8 +155,17 @@ class GridSamples(SampleSet):
     def facts(self) -> Any:
         return (*super().facts(), self.windows)
 
-    def slab_reader(self, partition: Partition, rank: int, halo: Halo, periodic: Sequence[str]) -> GridSlabReader:
-        return GridSlabReader(self, partition, rank, halo, periodic)
+    def slab_reader(
+        self,
+        partition: Partition,
+        rank: int,
+        halo: Halo,
+        periodic: Sequence[str],
+        *,
+        read: Read = "own",
+        group: Group | None = None,
+    ) -> GridSlabReader:
+        return GridSlabReader(self, partition, rank, halo, periodic, read=read, group=group)
 
     def close(self) -> None:
         self.store.close()
@@ -177,18 +187,29 @@ class GridSlabReader(SlabReader):
     """One rank's part of the samples of a `GridSamples`; each array is read once per sample, all times together."""
 
     def __init__(
-        self, samples: GridSamples, partition: Partition, rank: int, halo: Halo, periodic: Sequence[str]
+        self,
+        samples: GridSamples,
+        partition: Partition,
+        rank: int,
+        halo: Halo,
+        periodic: Sequence[str],
+        *,
+        read: Read = "own",
+        group: Group | None = None,
     ) -> None:
         self.samples = samples
-        self.reader = OwnReader()
+        self.reader = make_reader(read, group)
         plans: dict[Any, Plan] = {}
-        self._plans: list[RankPlan] = []
+        self._rank = rank
+        self._plans: list[Plan] = []
         for field in samples.fields:
             layout = field.source.layout
             if layout not in plans:
                 plans[layout] = plan(partition, layout, halo=halo, periodic=[d for d in periodic if d in layout.dims])
-            self._plans.append(plans[layout][rank])
-        self.slab = _slab(samples, self._plans[0])
+            self._plans.append(plans[layout])
+        self.slab = _slab(samples, self._plans[0][rank])
+        if isinstance(self.reader, CollectiveReader):
+            self._choose(self.reader)
 
     def read(self, indices: Sequence[int], *, dtype: torch.dtype, pin: bool) -> dict[str, Any]:
         windows = self.samples.windows
@@ -212,21 +233,22 @@ class GridSlabReader(SlabReader):
             dtype=dtype,
             pin_memory=pin and torch.cuda.is_available(),
         )
-        self.reader.read_all(
-            [
-                request
-                for at, times in enumerate(rows)
-                for field, planned in zip(self.samples.fields, self._plans, strict=True)
-                for request in self._requests(field, planned, times, fields[at])
-            ]
-        )
+        self.reader.read_all(self._requests(rows, fields))
         for field in self.samples.fields:
             if not field.timed:
                 part = fields[:, :, field.first : field.first + field.channels]
                 part[:, 1:] = part[:, :1]
         return fields
 
-    def _requests(self, field: Field, planned: RankPlan, times: list[int], buffer: torch.Tensor) -> list[Request]:
+    def _requests(self, rows: Sequence[list[int]], fields: torch.Tensor) -> list[Request]:
+        """What fills ``fields`` [sample, step, channel, y, x]; the same arrays in the same order on every rank."""
+        return [
+            self._request(field, plans, times, fields[at])
+            for at, times in enumerate(rows)
+            for field, plans in zip(self.samples.fields, self._plans, strict=True)
+        ]
+
+    def _request(self, field: Field, plans: Plan, times: list[int], buffer: torch.Tensor) -> Request:
         """What fills ``buffer`` [step, channel, y, x] with one variable."""
         grid = self.samples.grid
         index: dict[str, Any] = {dim: 0 for dim in field.source.dims if dim in grid.other}
@@ -236,11 +258,21 @@ class GridSlabReader(SlabReader):
             index[grid.level] = list(field.levels)
         else:
             part = part.squeeze(1)
-        if not field.timed:
-            return [Request(field.source, planned.at(index), _ordered(part[0], planned.at(index), grid))]
-        assert grid.time is not None
-        chosen = planned.at({**index, grid.time: times})
-        return [Request(field.source, chosen, _ordered(part, chosen, grid))]
+        if field.timed:
+            assert grid.time is not None
+            index[grid.time] = times
+        else:
+            part = part[0]
+        mine = plans[self._rank].at(index)
+        return Request(field.source, mine, _ordered(part, mine, grid), plans=plans, index=index)
+
+    def _choose(self, reader: CollectiveReader) -> None:
+        """Let a reader that shares chunks decide how to read each array, by a sample from the middle of the data."""
+        windows = self.samples.windows
+        rows = windows.rows(len(windows) // 2)
+        shape = (1, len(rows), len(self.samples.channels), *self.slab.shape)
+        example = torch.empty(1).expand(shape)  # holds no memory; nothing is read into it
+        reader.choose(self._requests([rows], example))
 
     def _when(self, rows: list[list[int]]) -> dict[str, Any]:
         """Valid times of the last input (``time`` [B]) and of the targets (``target_time`` [B, target_steps])."""

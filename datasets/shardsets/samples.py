@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardio import OwnReader, Partition
+from shardio.collective import CollectiveReader, Group, Read
 from shardio.plan import Halo
 
 __all__ = ["SampleSet", "Slab", "SlabReader"]
@@ -43,7 +44,7 @@ class SlabReader(ABC):
     """
 
     slab: Slab
-    reader: OwnReader
+    reader: OwnReader | CollectiveReader
 
     @abstractmethod
     def read(self, indices: Sequence[int], *, dtype: torch.dtype, pin: bool) -> dict[str, Any]:
@@ -88,8 +89,23 @@ class SampleSet(ABC):
         """Number of samples."""
 
     @abstractmethod
-    def slab_reader(self, partition: Partition, rank: int, halo: Halo, periodic: Sequence[str]) -> SlabReader:
-        """What reads the part of one rank of the partition."""
+    def slab_reader(
+        self,
+        partition: Partition,
+        rank: int,
+        halo: Halo,
+        periodic: Sequence[str],
+        *,
+        read: Read = "own",
+        group: Group | None = None,
+    ) -> SlabReader:
+        """What reads the part of one rank of the partition.
+
+        Args:
+            partition, rank, halo, periodic: see `shardio.plan`.
+            read: how the ranks that share samples read (`shardio.collective.make_reader`).
+            group: those ranks; needed unless ``read`` is "own". All of them call this at the same point.
+        """
 
     def facts(self) -> Any:
         """What all ranks must agree on, picklable."""
