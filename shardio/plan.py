@@ -15,7 +15,7 @@ from typing import NamedTuple, SupportsIndex
 from shardio.box import Box, Span
 from shardio.errors import DimensionError, HaloError, PartitionError
 from shardio.partition import Partition
-from shardio.runs import DimPlan, Run, selected, wrapped
+from shardio.runs import DimPlan, Piece, Run, selected, wrapped
 from shardio.source import Layout
 
 Halo = int | tuple[int, int] | Mapping[str, int | tuple[int, int]]
@@ -92,10 +92,13 @@ class RankPlan:
 
     @property
     def bytes_fetched(self) -> int:
-        """Bytes that are decoded to fill the buffer: whole chunks, unless the layout can be read in parts."""
+        """Bytes that are decoded to fill the buffer: whole chunks, or what the layout can decode alone of them."""
         if self.layout.partial:
             return self.bytes_needed
-        return self.chunk_count * math.prod(self.layout.chunks) * self.layout.itemsize
+        if not self.layout.block:
+            return self.chunk_count * math.prod(self.layout.chunks) * self.layout.itemsize
+        spans = [[_within(piece, dim.chunk) for piece in dim.pieces] for dim in self.dims]
+        return sum(self.layout.decoded_bytes(box) for box in itertools.product(*spans))
 
     @property
     def amplification(self) -> float:
@@ -268,6 +271,12 @@ def _chosen(plan: DimPlan, index: SupportsIndex | slice | Sequence[int], size: i
     rows = sum(run.size for run in runs)
     owned = Span(runs[0].source, runs[0].source + rows) if runs else Span(0, 0)
     return DimPlan(plan.dim, owned, (0, 0), runs, plan.chunk, isinstance(index, SupportsIndex))
+
+
+def _within(piece: Piece, chunk: int) -> Span:
+    """What is read of a chunk along one dim, counted from its first row: all between the first and the last run."""
+    first = piece.chunk * chunk
+    return Span(min(run.source for run in piece.runs) - first, max(run.source + run.size for run in piece.runs) - first)
 
 
 def _describe(dim: DimPlan) -> str:

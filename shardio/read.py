@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
@@ -19,12 +18,14 @@ import numpy as np
 import torch
 
 from shardio.box import Box, Span, shape_of, slices
+from shardio.codecs.base import scratch
 from shardio.decode import Decode
 from shardio.errors import CorruptChunkError, DimensionError, MissingChunkError, ReadError, ShardIOError
 from shardio.plan import Index, Plan, RankPlan
 from shardio.runs import Run
 from shardio.source import Source
 from shardio.tasks import Task, cut
+from shardio.team import Team
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -65,13 +66,15 @@ class ReadStats:
     """What a reader has read since it was made.
 
     Attributes:
-        chunks: chunks decoded (parts of chunks, where a layout can be read in parts).
-        bytes_fetched: bytes decoded, as stored values.
+        chunks: chunks decoded, wholly or in part (each part, where a layout can be read in parts).
+        bytes_fetched: bytes decoded; of chunks read in parts, those of the parts.
+        bytes_stored: bytes that came from the store to be decoded, as far as the format tells.
         bytes_needed: bytes of the slabs delivered, as stored values.
     """
 
     chunks: int = 0
     bytes_fetched: int = 0
+    bytes_stored: int = 0
     bytes_needed: int = 0
 
 
@@ -89,16 +92,11 @@ class OwnReader:
     threads: int | None = None
     stats: ReadStats = field(default_factory=ReadStats)
     excuse: Callable[[Request, ShardIOError], None] | None = None
-    _threads: int = field(default=1, init=False, repr=False)
-    _pool: ThreadPoolExecutor | None = field(default=None, init=False, repr=False)
+    team: Team = field(init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._threads = usable_cores() if self.threads is None else self.threads
-        if self._threads < 1:
-            raise ValueError(f"threads={self._threads}; at least 1 is needed")
-        if self._threads > 1:
-            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="shardio-read")
+        self.team = Team(self.threads)
 
     def __enter__(self) -> Self:
         return self
@@ -108,8 +106,7 @@ class OwnReader:
 
     def close(self) -> None:
         """End the threads; reading afterwards is an error."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        self.team.close()
 
     def read_all(self, requests: Sequence[Request]) -> None:
         """Fill the buffers of several requests, all their chunks on the same threads.
@@ -117,27 +114,15 @@ class OwnReader:
         Raises the first error of any chunk (MissingChunkError, CorruptChunkError, DecodeError) once no thread writes
         to the buffers any more.
         """
-        wanted = math.ceil(self._threads / max(1, len(requests)))
-        tasks = [(request, task) for request in requests for task in cut(request.plan, wanted)]
-        if self._pool is None or len(tasks) <= 1:
-            for request, task in tasks:
-                self._fetch(request, task)
-            return
-        futures = [self._pool.submit(self._fetch, request, task) for request, task in tasks]
-        _, pending = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in pending:
-            future.cancel()
-        wait(futures)
-        for future in futures:
-            if not future.cancelled():
-                future.result()
+        wanted = math.ceil(self.team.threads / max(1, len(requests)))
+        self.team([partial(self._fetch, request, task) for request in requests for task in cut(request.plan, wanted)])
 
     def _fetch(self, request: Request, task: Task) -> None:
         source, box = request.source, task.box
         direct = destination(request, task.runs)
-        stored = np.empty(shape_of(box), dtype=source.dtype) if direct is None else direct
+        stored = _room(shape_of(box), source.dtype) if direct is None else direct
         try:
-            source.read_into(box, stored)
+            counted = source.read_counted(box, stored, self.team)
         except Exception as error:  # codecs and file libraries raise errors of many kinds
             if isinstance(error, ShardIOError) and self.excuse is None:
                 raise
@@ -153,11 +138,11 @@ class OwnReader:
             return
         if direct is None:
             deliver(request, task.runs, box, stored)
-        fetched = task.elements if source.partial else task.chunks * math.prod(source.chunks)
         with self._lock:
             self.stats.chunks += task.chunks
             self.stats.bytes_needed += task.elements * source.dtype.itemsize
-            self.stats.bytes_fetched += fetched * source.dtype.itemsize
+            self.stats.bytes_fetched += counted.decoded
+            self.stats.bytes_stored += counted.stored
 
     @overload
     def read(
@@ -240,10 +225,11 @@ def read(
         return reader.read(source, plan, rank, index=index, out=out, dtype=dtype)
 
 
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+def _room(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An array of this thread to read to before decoding; it is used again."""
+    if dtype.kind not in "iufcb":
+        return np.empty(shape, dtype)
+    return scratch("task", math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
 def destination(request: Request, runs: Sequence[tuple[Run, ...]]) -> Array | None:

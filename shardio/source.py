@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,9 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from shardio.blocks import decoded_bytes
 from shardio.box import Box, shape_of, whole
+from shardio.codecs.base import Counted, Share, in_turn
 from shardio.decode import Decode
 from shardio.errors import StoreNotFoundError, UnknownFormatError, VariableNotFoundError
 from shardio.location import is_url, local_path
@@ -30,14 +33,27 @@ class Layout:
         shape: extent of each dimension.
         chunks: extent of the unit that is decoded at once: the stored chunk, or the inner chunk of a shard.
         itemsize: bytes of one stored element.
-        partial: any box of a chunk can be fetched alone (contiguous storage), so nothing is rounded up to chunks.
+        block: decoded bytes that can be decoded alone: 1 any (uncompressed), n the blocks of n bytes that the box
+            touches (blosc), 0 only the whole chunk.
+        order: the dims as a chunk is stored, slowest first; () is C order. Blocks lie along it.
     """
 
     dims: tuple[str, ...]
     shape: tuple[int, ...]
     chunks: tuple[int, ...]
     itemsize: int
-    partial: bool = False
+    block: int = 0
+    order: tuple[int, ...] = ()
+
+    @property
+    def partial(self) -> bool:
+        """Any box of a chunk can be read alone, so nothing is rounded up to chunks."""
+        return self.block == 1
+
+    def decoded_bytes(self, box: Box) -> int:
+        """Bytes that are decoded to read a box of one chunk, counted from the chunk's corner."""
+        order = self.order or tuple(range(len(self.shape)))
+        return decoded_bytes(box, self.chunks, order, self.itemsize, self.block)
 
 
 class Source(ABC):
@@ -45,7 +61,7 @@ class Source(ABC):
 
     Attributes:
         name: path inside the store, such as "t2m" or "group/t2m".
-        dims, shape, chunks, partial: see Layout.
+        dims, shape, chunks, block, order: see Layout.
         dtype: dtype that `read_into` delivers: the stored one in native byte order.
         attrs: the stored attributes.
     """
@@ -59,7 +75,8 @@ class Source(ABC):
         chunks: tuple[int, ...],
         dtype: np.dtype[Any],
         attrs: Mapping[str, Any],
-        partial: bool = False,
+        block: int = 0,
+        order: tuple[int, ...] = (),
         decode: Decode | None = None,
         default_missing: float | None = None,
     ) -> None:
@@ -69,7 +86,8 @@ class Source(ABC):
         self.chunks = tuple(max(1, chunk) for chunk in chunks)
         self.dtype = dtype.newbyteorder("=") if dtype.kind in "iufcb" else dtype
         self.attrs = dict(attrs)
-        self.partial = partial
+        self.block = block
+        self.order = order
         self._decode = decode
         self._default_missing = default_missing
 
@@ -83,7 +101,12 @@ class Source(ABC):
     @property
     def layout(self) -> Layout:
         """The facts that planning needs."""
-        return Layout(self.dims, self.shape, self.chunks, self.dtype.itemsize, self.partial)
+        return Layout(self.dims, self.shape, self.chunks, self.dtype.itemsize, self.block, self.order)
+
+    @property
+    def partial(self) -> bool:
+        """See Layout.partial."""
+        return self.block == 1
 
     @property
     def nbytes(self) -> int:
@@ -97,6 +120,12 @@ class Source(ABC):
         Raises MissingChunkError where a chunk is absent and the store was opened with missing="raise".
         """
 
+    def read_counted(self, box: Box, out: np.ndarray[Any, Any], share: Share = in_turn) -> Counted:
+        """As `read_into`, perhaps on the threads that `share` has; what was decoded and what came from the store."""
+        self.read_into(box, out)
+        nbytes = math.prod(shape_of(box)) if self.partial else chunks_under(box, self.chunks) * math.prod(self.chunks)
+        return Counted(nbytes * self.dtype.itemsize)
+
     def read(self, box: Box | None = None) -> np.ndarray[Any, Any]:
         """The stored values of a box (by default all of them), undecoded. For small arrays: coordinates, names."""
         box = whole(self.shape) if box is None else box
@@ -107,6 +136,11 @@ class Source(ABC):
     def __repr__(self) -> str:
         dims = ", ".join(f"{dim}: {size}" for dim, size in zip(self.dims, self.shape, strict=True))
         return f"<{type(self).__name__} {self.name!r} ({dims}) {self.dtype} chunks {self.chunks}>"
+
+
+def chunks_under(box: Box, chunks: tuple[int, ...]) -> int:
+    """How many chunks a box touches."""
+    return math.prod(-(-stop // size) - start // size for (start, stop), size in zip(box, chunks, strict=True))
 
 
 @dataclass

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardio.box import Box, Span
 from shardio.plan import RankPlan
-from shardio.runs import Piece, Run
+from shardio.runs import DimPlan, Piece, Run, by_chunk
 
 MAX_BYTES = 32 << 20
 """Stored bytes that one read brings at most, unless a single chunk is larger; bounds the scratch of each thread."""
@@ -54,9 +54,8 @@ class Task:
 
 def cut(plan: RankPlan, wanted: int) -> list[Task]:
     """The reads of a plan, about `wanted` of them if it has that many chunks; every chunk is in one of them."""
-    if plan.layout.partial:
-        return [_part(plan, runs) for runs in itertools.product(*(dim.runs for dim in plan.dims))]
-    groups = [_neighbours(dim.pieces, len(dim.pieces)) for dim in plan.dims]
+    pieces = [_apart(dim) if plan.layout.partial else dim.pieces for dim in plan.dims]
+    groups = [_neighbours(along, len(along)) for along in pieces]
     if not math.prod(map(len, groups)):
         return []
     longest = max(range(len(groups)), key=lambda at: max(map(len, groups[at])), default=None)
@@ -64,13 +63,13 @@ def cut(plan: RankPlan, wanted: int) -> list[Task]:
         reads = math.prod(map(len, groups))
         nbytes = math.prod(plan.shape) * plan.layout.itemsize / reads
         parts = max(math.ceil(wanted / reads), math.ceil(nbytes / MAX_BYTES))
-        groups[longest] = _neighbours(plan.dims[longest].pieces, math.ceil(max(map(len, groups[longest])) / parts))
+        groups[longest] = _neighbours(pieces[longest], math.ceil(max(map(len, groups[longest])) / parts))
     return [Task(pieces) for pieces in itertools.product(*groups)]
 
 
-def _part(plan: RankPlan, runs: Sequence[Run]) -> Task:
-    """One run along each dim, where any box can be read alone."""
-    return Task(tuple((Piece(run.source // dim.chunk, (run,)),) for run, dim in zip(runs, plan.dims, strict=True)))
+def _apart(dim: DimPlan) -> list[Piece]:
+    """One run per piece, where any rows can be read alone: none are read between those of two runs."""
+    return [piece for run in dim.runs for piece in by_chunk((run,), dim.chunk)]
 
 
 def _neighbours(pieces: Sequence[Piece], most: int) -> list[tuple[Piece, ...]]:

@@ -13,6 +13,7 @@ from shardio.box import Box, Span
 from shardio.bytes.base import ByteStore
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 T = TypeVar("T")
 Share = Callable[[Sequence[Callable[[], Any]]], list[Any]]
 """Runs jobs, perhaps on several threads, and gives their results; an error of one is raised once none runs any more."""
@@ -83,9 +84,9 @@ class Pipeline(ABC):
 _SCRATCH = threading.local()
 
 
-def scratch(name: str, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def scratch(name: str, nbytes: int) -> Bytes:
     """Bytes of this thread to work in, [nbytes], used again by the next who asks for the same name."""
-    buffer: np.ndarray[Any, np.dtype[np.uint8]] | None = getattr(_SCRATCH, name, None)
+    buffer: Bytes | None = getattr(_SCRATCH, name, None)
     if buffer is None or len(buffer) < nbytes:
         buffer = np.empty(nbytes, np.uint8)
         setattr(_SCRATCH, name, buffer)

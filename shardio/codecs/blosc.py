@@ -16,8 +16,8 @@ import numpy as np
 
 from shardio.blocks import copy_stretch, stretches, touched
 from shardio.box import Box
-from shardio.codecs.base import Array, Counted, Extent, Pipeline, Share, in_turn, scratch
-from shardio.codecs.native import Bytes, blosc
+from shardio.codecs.base import Array, Bytes, Counted, Extent, Pipeline, Share, in_turn, scratch
+from shardio.codecs.native import blosc
 from shardio.errors import CorruptChunkError
 
 JOB = 2 << 20
@@ -201,7 +201,7 @@ class BloscPipeline(Pipeline):
                 starts.append(to)
                 to += size
         struct.pack_into(
-            f"<4B3I{len(starts)}i", frame, 0, 2, 1, flags, table.typesize, nbytes, block, len(frame), *starts
+            f"<4B3I{len(starts)}i", frame.data, 0, 2, 1, flags, table.typesize, nbytes, block, len(frame), *starts
         )
         return parts
 

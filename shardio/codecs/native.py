@@ -13,11 +13,9 @@ from ctypes import c_char_p, c_int, c_size_t, c_uint, c_void_p
 from functools import cache
 from typing import Any
 
-import numpy as np
-
+from shardio.codecs.base import Bytes
 from shardio.errors import CorruptChunkError
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _FUNCTIONS: dict[str, tuple[str, Any, list[Any]]] = {
     "blosc_decompress_ctx": ("numcodecs.blosc", c_int, [c_void_p, c_void_p, c_size_t, c_int]),
     "ZSTD_createDCtx": ("numcodecs.zstd", c_void_p, []),

@@ -80,7 +80,7 @@ class RawPipeline(Pipeline):
     ) -> Iterator[Any]:
         """Jobs that read stretches and the small holes between them elsewhere, and copy from there."""
         most, gap = max(1, STRETCH // out.itemsize), max(1, extent.store.gap // out.itemsize)
-        first = last = None
+        first, last = None, 0
         for start in starts.tolist():
             if first is not None and (start - last >= gap or start + size - first > most):
                 yield partial(self._copied, extent, first, last, box, out, shape)
@@ -89,7 +89,7 @@ class RawPipeline(Pipeline):
             while last - first > most:
                 yield partial(self._copied, extent, first, first + most, box, out, shape)
                 first += most
-        if first is not None and last is not None:
+        if first is not None:
             yield partial(self._copied, extent, first, last, box, out, shape)
 
     def _copied(

@@ -9,8 +9,7 @@ import numpy as np
 
 from shardio.blocks import copy_stretch
 from shardio.box import Box, whole
-from shardio.codecs.base import Array, Counted, Extent, Pipeline, Share, in_turn, scratch
-from shardio.codecs.native import Bytes
+from shardio.codecs.base import Array, Bytes, Counted, Extent, Pipeline, Share, in_turn, scratch
 from shardio.errors import CorruptChunkError
 
 TOO_LARGE = 1 << 20

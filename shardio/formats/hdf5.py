@@ -41,7 +41,7 @@ class Hdf5Source(Source):
             chunks=dataset.chunks or dataset.shape,
             dtype=dataset.dtype,
             attrs=attrs,
-            partial=dataset.chunks is None,
+            block=int(dataset.chunks is None),
             default_missing=_default_missing(dataset),
         )
         # One element that equals the fill value cannot mislead (see formats/zarr.py).

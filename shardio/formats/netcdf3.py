@@ -35,7 +35,7 @@ class NetCDF3Source(Source):
             chunks=values.shape,
             dtype=values.dtype,
             attrs=attrs,
-            partial=True,
+            block=1,
             default_missing=NETCDF_FILL,
         )
         self._values = values

@@ -17,8 +17,8 @@ from shardio.source import Layout
 DIMS = ("time", "lat", "lon")
 
 
-def make_layout(shape: tuple[int, ...], chunks: tuple[int, ...], partial: bool = False) -> Layout:
-    return Layout(DIMS[-len(shape) :], shape, chunks, 4, partial)
+def make_layout(shape: tuple[int, ...], chunks: tuple[int, ...], block: int = 0) -> Layout:
+    return Layout(DIMS[-len(shape) :], shape, chunks, 4, block)
 
 
 def execute(rank: RankPlan, array: np.ndarray) -> np.ndarray:
@@ -152,7 +152,7 @@ def test_long_dims_that_are_indexed_cost_nothing() -> None:
 
 
 def test_contiguous_storage_fetches_what_it_needs() -> None:
-    layout = make_layout((4, 10, 6), (4, 10, 6), partial=True)
+    layout = make_layout((4, 10, 6), (4, 10, 6), block=1)
     planned = plan(Partition((Cut("lat", "domain", (7, 3)),)), layout, halo=1, index={"time": 0})
     assert planned.bytes_fetched == planned.bytes_needed == (8 + 4) * 6 * 4
     assert planned.amplification == 1.0

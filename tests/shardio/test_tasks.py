@@ -51,7 +51,7 @@ def test_wrapped_chunk_is_read_once() -> None:
 
 
 def test_contiguous_runs_are_read_one_by_one() -> None:
-    layout = Layout(("time", "lon"), (9, 12), (9, 12), 4, partial=True)
+    layout = Layout(("time", "lon"), (9, 12), (9, 12), 4, block=1)
     tasks = cut(plan(Partition(()), layout, halo={"lon": (2, 0)}, periodic=("lon",), index={"time": [1, 7]})[0], 1)
     boxes = [[tuple(span) for span in task.box] for task in tasks]
     assert boxes == [[(1, 2), (10, 12)], [(1, 2), (0, 12)], [(7, 8), (10, 12)], [(7, 8), (0, 12)]]
