@@ -10,8 +10,10 @@ from shardio.errors import MissingExtraError
 # library as imported -> (distribution, extra of this project, what it is for)
 EXTRAS: dict[str, tuple[str, str, str]] = {
     "hdf5plugin": ("hdf5plugin", "hdf5", "HDF5 filters such as blosc, bitshuffle, lz4 and zstd"),
+    "imagecodecs": ("imagecodecs", "fast", "fast decoders of deflate, lzf and lz4"),
     "scipy.io": ("scipy", "netcdf", "NetCDF-3 files"),
     "cftime": ("cftime", "netcdf", "calendars such as 360_day and noleap"),
+    "matplotlib": ("matplotlib", "plot", "pictures of plans"),
     "cfgrib": ("cfgrib", "grib", "GRIB files"),
 }
 
