@@ -9,6 +9,7 @@ import numpy as np
 
 from shardio.box import Box, Span, shape_of, slices
 from shardio.cache import Entry, RowCache
+from shardio.codecs.base import Counted, Share, in_turn
 from shardio.source import Layout, Source
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -35,7 +36,8 @@ class CachedSource(Source):
             chunks=source.chunks,
             dtype=source.dtype,
             attrs=source.attrs,
-            partial=source.partial,
+            block=source.block,
+            order=source.order,
             decode=source.decode,
         )
         self.source, self.cache, self.number = source, cache, number
@@ -48,22 +50,30 @@ class CachedSource(Source):
 
     def read_into(self, box: Box, out: Array) -> None:
         """See Source.read_into."""
+        self.read_counted(box, out)
+
+    def read_counted(self, box: Box, out: Array, share: Share = in_turn) -> Counted:
+        """See Source.read_counted; what comes from memory counts nothing."""
+        counted = Counted()
         if 0 in shape_of(box):
-            return
+            return counted
         axis, (start, stop) = self._axis, box[self._axis]
         extent, length = self.chunks[axis], self.shape[axis]
         for number in range(start // extent, -(-stop // extent)):
             chunk = range(number * extent, min((number + 1) * extent, length))
-            self._read_rows(range(max(start, chunk.start), min(stop, chunk.stop)), chunk, box, out)
+            rows = range(max(start, chunk.start), min(stop, chunk.stop))
+            counted += self._read_rows(rows, chunk, box, out, share)
+        return counted
 
-    def _read_rows(self, rows: range, chunk: range, box: Box, out: Array) -> None:
+    def _read_rows(self, rows: range, chunk: range, box: Box, out: Array, share: Share) -> Counted:
         """Rows of one chunk: copied from memory or decoded."""
         rest = _without(box, self._axis)
         first = box[self._axis].start
         found, absent, made = self.cache.look_up(self.number, rows, rest, chunk, self.dtype)
+        counted = Counted()
         try:
             if absent:
-                self._decode_rows(absent, made, box, out)
+                counted = self._decode_rows(absent, made, box, out, share)
             again = [entry.row for entry in found if not self.cache.wait(entry)]
             for entry in found:
                 if entry.ready:
@@ -72,9 +82,10 @@ class CachedSource(Source):
         finally:
             self.cache.release(found)
         for row in again:  # another thread failed to decode it: the error is to be this one's as well
-            self._read_rows(range(row, row + 1), chunk, box, out)
+            counted += self._read_rows(range(row, row + 1), chunk, box, out, share)
+        return counted
 
-    def _decode_rows(self, absent: Sequence[int], made: Sequence[Entry], box: Box, out: Array) -> None:
+    def _decode_rows(self, absent: Sequence[int], made: Sequence[Entry], box: Box, out: Array, share: Share) -> Counted:
         """Decode the rows asked for and those worth keeping, by one read."""
         failed = True
         first = box[self._axis].start
@@ -84,22 +95,24 @@ class CachedSource(Source):
         try:
             if span == asked:
                 target = self._rows(out, Span(asked.start - first, asked.stop - first))
-                self._fetch(asked, box, target, made)
+                counted = self._fetch(asked, box, target, made, share)
             else:
                 shape = shape_of(_with(box, self._axis, span))
                 with self.cache.scratch(shape, self.dtype) as scratch:
-                    self._fetch(span, box, scratch, made)
+                    counted = self._fetch(span, box, scratch, made, share)
                     for row in absent:
                         self._row(out, row - first)[...] = self._row(scratch, row - span.start)
             failed = False
+            return counted
         finally:
             self.cache.done(made, failed=failed)
 
-    def _fetch(self, span: Span, box: Box, target: Array, made: Sequence[Entry]) -> None:
+    def _fetch(self, span: Span, box: Box, target: Array, made: Sequence[Entry], share: Share) -> Counted:
         """Read rows into `target` and copy those to keep."""
-        self.source.read_into(_with(box, self._axis, span), target)
+        counted = self.source.read_counted(_with(box, self._axis, span), target, share)
         for entry in made:
             entry.data[...] = self._row(target, entry.row - span.start)
+        return counted
 
     def _row(self, values: Array, row: int) -> Array:
         at: Any = (*[slice(None)] * self._axis, row, ...)

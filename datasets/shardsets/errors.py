@@ -1,20 +1,25 @@
 """The loader's errors; each also is the built-in that a user would catch, and all can be sent between ranks.
 
 SampleError               (ValueError)    arguments that do not fit the data
-|-- NotANumberError                       NaN in a sample that the model must not see
+|-- NotFiniteError                        NaN or infinite values in a sample that the model must not see
+|   `-- NotANumberError                   NaN
 BatchError                (RuntimeError)  a batch that could not be made on some rank
 """
 
 from __future__ import annotations
 
-__all__ = ["BatchError", "NotANumberError", "SampleError"]
+__all__ = ["BatchError", "NotANumberError", "NotFiniteError", "SampleError"]
 
 
 class SampleError(ValueError):
     """Arguments do not fit the data."""
 
 
-class NotANumberError(SampleError):
+class NotFiniteError(SampleError):
+    """A sample holds NaN or infinite values where the model must not see them."""
+
+
+class NotANumberError(NotFiniteError):
     """A sample holds NaN where the model must not see it."""
 
 

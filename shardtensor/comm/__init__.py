@@ -1,6 +1,6 @@
 """Exchanges between the ranks of one process group, each with its adjoint; nothing here knows sharded tensors."""
 
-from shardtensor.comm.agree import any_rank, gather_facts
+from shardtensor.comm.agree import any_rank, gather_facts, largest, totals
 from shardtensor.comm.all_to_all import all_to_all
 from shardtensor.comm.gather import all_gather, reduce_scatter
 from shardtensor.comm.halo import halo_begin, halo_exchange, halo_reduce
@@ -26,8 +26,10 @@ __all__ = [
     "halo_begin",
     "halo_exchange",
     "halo_reduce",
+    "largest",
     "reduce_scatter",
     "ring_shift",
     "ring_shift_begin",
     "take_rows",
+    "totals",
 ]

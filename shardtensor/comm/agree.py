@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardtensor.comm.library import exchange
 
-__all__ = ["any_rank", "gather_facts"]
+__all__ = ["any_rank", "gather_facts", "largest", "totals"]
 
 
 def gather_facts(value: Any, mesh: DeviceMesh) -> dict[tuple[int, ...], Any]:
@@ -29,13 +30,27 @@ def gather_facts(value: Any, mesh: DeviceMesh) -> dict[tuple[int, ...], Any]:
 
 def any_rank(flag: bool, mesh: DeviceMesh) -> bool:
     """Whether the flag is set on any rank of the mesh; the same answer on all of them."""
+    return largest(int(flag), mesh) > 0
+
+
+def largest(value: int, mesh: DeviceMesh) -> int:
+    """The largest ``value`` of any rank of the mesh; the same on all of them."""
+    return _reduced([value], mesh, dist.ReduceOp.MAX, "largest")[0]
+
+
+def totals(values: Sequence[int], mesh: DeviceMesh) -> list[int]:
+    """Sums over all ranks of the mesh, place by place, of as many values on each; the same on all of them."""
+    return _reduced(values, mesh, dist.ReduceOp.SUM, "totals")
+
+
+def _reduced(values: Sequence[int], mesh: DeviceMesh, how: dist.ReduceOp.RedOpType, name: str) -> list[int]:
+    found = torch.tensor(values, dtype=torch.int64)
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
         if group.size() == 1:
             continue
-        device = "cpu" if "gloo" in dist.get_backend_config(group) else mesh.device_type
-        found = torch.tensor([flag], dtype=torch.uint8, device=device)
-        with exchange("any_rank", group, 1):
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        flag = bool(found.item())
-    return flag
+        found = found.to("cpu" if "gloo" in dist.get_backend_config(group) else mesh.device_type)
+        with exchange(name, group, found.numel() * found.element_size()):
+            dist.all_reduce(found, how, group=group)
+    numbers: list[int] = found.tolist()
+    return numbers
