@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from shardio.box import Box, Span, shape_of, slices
-from shardio.codecs.base import scratch
+from shardio.codecs.base import Counted, scratch
 from shardio.decode import Decode
 from shardio.errors import CorruptChunkError, DimensionError, MissingChunkError, ReadError, ShardIOError
 from shardio.plan import Index, Plan, RankPlan
@@ -115,12 +115,13 @@ class OwnReader:
         to the buffers any more.
         """
         wanted = math.ceil(self.team.threads / max(1, len(requests)))
-        self.team([partial(self._fetch, request, task) for request in requests for task in cut(request.plan, wanted)])
+        self.team([partial(self.fetch, request, task) for request in requests for task in cut(request.plan, wanted)])
 
-    def _fetch(self, request: Request, task: Task) -> None:
+    def fetch(self, request: Request, task: Task) -> None:
+        """Read one of the tasks that `read_all` makes of a request."""
         source, box = request.source, task.box
         direct = destination(request, task.runs)
-        stored = _room(shape_of(box), source.dtype) if direct is None else direct
+        stored = room(shape_of(box), source.dtype) if direct is None else direct
         try:
             counted = source.read_counted(box, stored, self.team)
         except Exception as error:  # codecs and file libraries raise errors of many kinds
@@ -128,19 +129,24 @@ class OwnReader:
                 raise
             if task.chunks > 1:  # find the one that it is
                 for single in task.single_chunks():
-                    self._fetch(request, single)
+                    self.fetch(request, single)
                 return
-            named = _named(error, f"{task} of {source.name!r} (rows {[tuple(span) for span in box]})")
-            if self.excuse is None or not isinstance(named, (MissingChunkError, CorruptChunkError)):
-                raise named from error
-            self.excuse(request, named)
+            known = named(error, f"{task} of {source.name!r} (rows {[tuple(span) for span in box]})")
+            if self.excuse is None or not isinstance(known, (MissingChunkError, CorruptChunkError)):
+                raise known from error
+            self.excuse(request, known)
             blank(request, task.runs)
             return
         if direct is None:
             deliver(request, task.runs, box, stored)
+        self.count(task.chunks, task.elements * source.dtype.itemsize, counted)
+
+    def count(self, chunks: int = 0, needed: int = 0, counted: Counted | None = None) -> None:
+        """Add to the stats; from any thread."""
+        counted = counted or Counted()
         with self._lock:
-            self.stats.chunks += task.chunks
-            self.stats.bytes_needed += task.elements * source.dtype.itemsize
+            self.stats.chunks += chunks
+            self.stats.bytes_needed += needed
             self.stats.bytes_fetched += counted.decoded
             self.stats.bytes_stored += counted.stored
 
@@ -225,7 +231,7 @@ def read(
         return reader.read(source, plan, rank, index=index, out=out, dtype=dtype)
 
 
-def _room(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def room(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """An array of this thread to read to before decoding; it is used again."""
     if dtype.kind not in "iufcb":
         return np.empty(shape, dtype)
@@ -242,7 +248,7 @@ def destination(request: Request, runs: Sequence[tuple[Run, ...]]) -> Array | No
     return out.numpy().reshape(request.plan.shape)[slices(tuple(_dest(along[0]) for along in runs))]
 
 
-def _named(error: Exception, what: str) -> ShardIOError:
+def named(error: Exception, what: str) -> ShardIOError:
     """The error that says what could not be read."""
     if isinstance(error, ShardIOError):
         return error

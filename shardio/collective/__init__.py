@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Literal
 
 from shardio.collective.group import Group
-from shardio.collective.reader import CollectiveReader
+from shardio.collective.reader import BUDGET, CollectiveReader
 from shardio.read import OwnReader
 
 __all__ = ["BUDGET", "CollectiveReader", "Group", "Read", "make_reader"]
 
 Read = Literal["own", "collective", "auto"]
 """How the ranks that share samples read: each for itself, each chunk once, or by array whichever takes less time."""
-
-BUDGET = 64 << 20
-"""Decoded bytes that a rank holds for the others at most, twice, unless one chunk is larger."""
 
 
 def make_reader(
