@@ -16,6 +16,8 @@ from shardio.box import Box, shape_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+Rows = Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]
+"""Row numbers along the time dim."""
 NEVER = math.inf
 """When a row is needed next that nobody will ask for again."""
 
@@ -27,12 +29,12 @@ class Upcoming:
         rows: the rows of each batch, in reading order; a row that a batch reads twice is there twice.
     """
 
-    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
-        flat = np.fromiter((row for batch in rows for row in batch), dtype=np.int64)
+    def __init__(self, rows: Sequence[Rows]) -> None:
+        flat = np.concatenate([np.asarray(batch, dtype=np.int64) for batch in rows] or [np.zeros(0, np.int64)])
         batches = np.repeat(np.arange(len(rows)), [len(batch) for batch in rows])
         order = np.argsort(flat, kind="stable")
         self._rows, self._batches = flat[order], batches[order]
-        self.batches = [tuple(batch) for batch in rows]
+        self.batches = rows
 
     def due(self, row: int, batch: int) -> float:
         """The batch that needs a row next while ``batch`` is read: itself, if it needs it several times."""
@@ -116,7 +118,7 @@ class RowCache:
     _scratch: list[Array] = field(default_factory=list, repr=False)
     _scratch_bytes: int = field(default=0, repr=False)
 
-    def expect(self, rows: Sequence[Sequence[int]] | None) -> None:
+    def expect(self, rows: Sequence[Rows] | None) -> None:
         """Say which rows the following batches will read, in order; None: unknown."""
         with self._changed:
             self._upcoming, self._batch = None if rows is None else Upcoming(rows), -1
@@ -129,9 +131,9 @@ class RowCache:
         with self._changed:
             if self._upcoming is None:
                 return
-            read = self._upcoming.batches[self._batch] if 0 <= self._batch < len(self._upcoming.batches) else ()
+            read: Rows = self._upcoming.batches[self._batch] if 0 <= self._batch < len(self._upcoming.batches) else ()
             self._batch += 1
-            for row in set(read):
+            for row in set(map(int, read)):
                 for entry in [entry for parts in self._rows.get(row, {}).values() for entry in parts]:
                     self._set_due(entry)
 

@@ -27,7 +27,8 @@ class Ahead(Generic[Batch]):
     """
 
     def __init__(self, read: Callable[[list[int]], Batch], batches: Iterable[list[int]], ahead: int) -> None:
-        self._read, self._todo = read, iter(batches)
+        self._read = read
+        self._todo: Iterator[list[int]] = iter(batches)
         self._ahead = ahead
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardsets-ahead") if ahead else None
         self._flying: deque[Future[Batch]] = deque()
@@ -69,7 +70,7 @@ class Ahead(Generic[Batch]):
         if self._stopped:
             return
         self._stopped = True
-        self._todo: Iterator[list[int]] = iter(())
+        self._todo = iter(())
         if self._pool is not None:
             if self._flying:
                 cancel()

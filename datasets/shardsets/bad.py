@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardio import CorruptChunkError, MissingChunkError, ReadError
+from shardio.errors import CorruptChunkError, MissingChunkError, ReadError
 from shardsets.agreement import Agreement
 from shardsets.errors import NotFiniteError
 from shardtensor import CollectiveError

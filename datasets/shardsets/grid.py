@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 
-from shardio import Grid, Partition, Request, Source, Store, find_grid, open_store, plan
-from shardio.collective import CollectiveReader, Group, Read, make_reader
-from shardio.plan import Halo, Plan, RankPlan
+from shardio import Grid, Partition, Source, Store, find_grid, open_store
+from shardio.collective import Group, Read
+from shardio.plan import Halo
 from shardsets.errors import SampleError
-from shardsets.samples import SampleSet, Slab, SlabReader
+from shardsets.samples import SampleSet
+from shardsets.slabs import GridSlabReader
 from shardsets.windows import TimeChoice, Windows, chosen_rows, time_dim
 
 __all__ = ["Field", "GridSamples", "Levels"]
@@ -58,6 +58,7 @@ class GridSamples(SampleSet):
         target_steps: times in the target.
         lead: time steps from the last input to the first target, and from each target to the next.
         spatial: names of the (y, x) dims where they are not recognised.
+        skip_irregular: leave out the samples that reach over an irregular place of the time axis, instead of raising.
         options: passed to `shardio.open_store`.
 
     Raises:
@@ -76,6 +77,7 @@ class GridSamples(SampleSet):
         target_steps: int = 1,
         lead: int = 1,
         spatial: Sequence[str] | None = None,
+        skip_irregular: bool = False,
         **options: Any,
     ) -> None:
         self.store: Store = open_store(source, **options)
@@ -87,8 +89,9 @@ class GridSamples(SampleSet):
         self.sizes = {dim: self.grid.sizes[dim] for dim in self.spatial}
         self.periodic = self.grid.periodic
         self.channels = tuple(name for field in self.fields for name in self.names(field))
-        first, count = chosen_rows(time, self.grid.times, self._times())
-        self.windows = Windows(first, count, input_steps, target_steps, lead)
+        first, count, breaks = chosen_rows(time, self.grid.times, self._times(), irregular=skip_irregular)
+        self.windows = Windows(first, count, input_steps, target_steps, lead, breaks)
+        self.left_out = self.windows.left_out
         chunk_sizes = [dict(zip(f.source.dims, f.source.chunks, strict=True)) for f in self.fields]
         self.chunk_rows = {dim: math.lcm(*(sizes[dim] for sizes in chunk_sizes)) for dim in self.spatial}
 
@@ -164,8 +167,12 @@ class GridSamples(SampleSet):
         *,
         read: Read = "own",
         group: Group | None = None,
+        cache_bytes: int = 0,
+        fill: bool = False,
     ) -> GridSlabReader:
-        return GridSlabReader(self, partition, rank, halo, periodic, read=read, group=group)
+        return GridSlabReader(
+            self, partition, rank, halo, periodic, read=read, group=group, cache_bytes=cache_bytes, fill=fill
+        )
 
     def close(self) -> None:
         self.store.close()
@@ -181,133 +188,3 @@ def _level_values(levels: Levels) -> Sequence[float] | None:
     if isinstance(levels, str):
         return None
     return next(iter(levels.values())) if isinstance(levels, Mapping) else levels
-
-
-class GridSlabReader(SlabReader):
-    """One rank's part of the samples of a `GridSamples`; each array is read once per sample, all times together."""
-
-    def __init__(
-        self,
-        samples: GridSamples,
-        partition: Partition,
-        rank: int,
-        halo: Halo,
-        periodic: Sequence[str],
-        *,
-        read: Read = "own",
-        group: Group | None = None,
-    ) -> None:
-        self.samples = samples
-        self.reader = make_reader(read, group)
-        plans: dict[Any, Plan] = {}
-        self._rank = rank
-        self._plans: list[Plan] = []
-        for field in samples.fields:
-            layout = field.source.layout
-            if layout not in plans:
-                plans[layout] = plan(partition, layout, halo=halo, periodic=[d for d in periodic if d in layout.dims])
-            self._plans.append(plans[layout])
-        self.slab = _slab(samples, self._plans[0][rank])
-        if isinstance(self.reader, CollectiveReader):
-            self._choose(self.reader)
-
-    def read(self, indices: Sequence[int], *, dtype: torch.dtype, pin: bool) -> dict[str, Any]:
-        windows = self.samples.windows
-        steps, channels = windows.input_steps + windows.target_steps, len(self.samples.channels)
-        rows = [windows.rows(index) for index in indices]
-        fields = self.read_times(rows, dtype=dtype, pin=pin)
-        flat = fields.view(len(indices), steps * channels, *self.slab.shape)
-        cut = windows.input_steps * channels
-        return {
-            "input": flat[:, :cut],
-            "target": flat[:, cut:],
-            **self._when(rows),
-            "index": torch.tensor(list(indices)),
-        }
-
-    def read_times(self, rows: Sequence[list[int]], *, dtype: torch.dtype, pin: bool = False) -> torch.Tensor:
-        """All channels at the given rows of the time axis: [len(rows), len(rows[0]), channels, *slab.shape]."""
-        channels = len(self.samples.channels)
-        fields = torch.empty(
-            (len(rows), len(rows[0]), channels, *self.slab.shape),
-            dtype=dtype,
-            pin_memory=pin and torch.cuda.is_available(),
-        )
-        self.reader.read_all(self._requests(rows, fields))
-        for field in self.samples.fields:
-            if not field.timed:
-                part = fields[:, :, field.first : field.first + field.channels]
-                part[:, 1:] = part[:, :1]
-        return fields
-
-    def _requests(self, rows: Sequence[list[int]], fields: torch.Tensor) -> list[Request]:
-        """What fills ``fields`` [sample, step, channel, y, x]; the same arrays in the same order on every rank."""
-        return [
-            self._request(field, plans, times, fields[at])
-            for at, times in enumerate(rows)
-            for field, plans in zip(self.samples.fields, self._plans, strict=True)
-        ]
-
-    def _request(self, field: Field, plans: Plan, times: list[int], buffer: torch.Tensor) -> Request:
-        """What fills ``buffer`` [step, channel, y, x] with one variable."""
-        grid = self.samples.grid
-        index: dict[str, Any] = {dim: 0 for dim in field.source.dims if dim in grid.other}
-        part = buffer[:, field.first : field.first + field.channels]
-        if field.levels:
-            assert grid.level is not None
-            index[grid.level] = list(field.levels)
-        else:
-            part = part.squeeze(1)
-        if field.timed:
-            assert grid.time is not None
-            index[grid.time] = times
-        else:
-            part = part[0]
-        mine = plans[self._rank].at(index)
-        return Request(field.source, mine, _ordered(part, mine, grid), plans=plans, index=index)
-
-    def _choose(self, reader: CollectiveReader) -> None:
-        """Let a reader that shares chunks decide how to read each array, by a sample from the middle of the data."""
-        windows = self.samples.windows
-        rows = windows.rows(len(windows) // 2)
-        shape = (1, len(rows), len(self.samples.channels), *self.slab.shape)
-        example = torch.empty(1).expand(shape)  # holds no memory; nothing is read into it
-        reader.choose(self._requests([rows], example))
-
-    def _when(self, rows: list[list[int]]) -> dict[str, Any]:
-        """Valid times of the last input (``time`` [B]) and of the targets (``target_time`` [B, target_steps])."""
-        steps = self.samples.windows.input_steps
-        axis = self.samples.grid.times
-        values = np.arange(self.samples._times()) if axis is None else axis.values
-        table = np.array(rows)
-        return {"time": values[table[:, steps - 1]], "target_time": values[table[:, steps:]]}
-
-    def describe(self, index: int) -> str:
-        axis = self.samples.grid.times
-        rows = self.samples.windows.rows(index)
-        when = f"times {axis.label(rows[0])} to {axis.label(rows[-1])}" if axis is not None else f"time rows {rows}"
-        return f"sample {index} of {self.samples.store.url} ({when})"
-
-
-def _ordered(part: torch.Tensor, planned: RankPlan, grid: Grid) -> torch.Tensor:
-    """A view of ``part`` (its dims in the order time, level, y, x, as far as it has them) in the array's own order."""
-    usual = [dim for dim in (grid.time, grid.level, *grid.spatial) if dim in planned.result_dims]
-    return part.permute([usual.index(dim) for dim in planned.result_dims])
-
-
-def _slab(samples: GridSamples, planned: RankPlan) -> Slab:
-    by_dim = {item.dim: item for item in planned.dims}
-    mine = [by_dim[dim] for dim in samples.spatial]
-    coordinates = {}
-    for item in mine:
-        values = samples.grid.coordinates.get(item.dim)
-        if values is not None:
-            rows = np.concatenate([np.arange(r.source, r.source + r.size) for r in item.runs] or [np.arange(0)])
-            coordinates[item.dim] = torch.from_numpy(np.ascontiguousarray(values[rows]))
-    return Slab(
-        dims=tuple(samples.spatial),
-        start=tuple(item.owned.start - item.halo[0] for item in mine),
-        shape=tuple(item.extent for item in mine),
-        halo=tuple(item.halo for item in mine),
-        coordinates=coordinates,
-    )

@@ -13,10 +13,11 @@ import torch
 from shardio import ReadStats
 from shardio.plan import Halo
 from shardsets.errors import BatchError, NotANumberError, SampleError
-from shardsets.grid import GridSamples, GridSlabReader, Levels
+from shardsets.grid import GridSamples, Levels
 from shardsets.order import Order
 from shardsets.placement import Placement, Shards, place
 from shardsets.samples import SampleSet, Slab
+from shardsets.slabs import GridSlabReader
 from shardsets.statistics import ChannelStatistics, Moments, given_statistics, measure
 from shardsets.windows import TimeChoice
 from shardtensor import RankDisagreementError, ShardTensor

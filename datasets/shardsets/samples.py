@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from shardio import OwnReader, Partition
+from shardio import OwnReader, Partition, ShardIOError
+from shardio.cache import RowCache
 from shardio.collective import CollectiveReader, Group, Read
 from shardio.plan import Halo
 
@@ -41,10 +42,14 @@ class SlabReader(ABC):
     Attributes:
         slab: which part.
         reader: what reads it; its ``stats`` count bytes.
+        cache: decoded times kept in memory; None where nothing is kept.
+        bad: what the last `read` has filled with NaN: (place in the batch, error).
     """
 
     slab: Slab
     reader: OwnReader | CollectiveReader
+    cache: RowCache | None = None
+    bad: Sequence[tuple[int, ShardIOError]] = ()
 
     @abstractmethod
     def read(self, indices: Sequence[int], *, dtype: torch.dtype, pin: bool) -> dict[str, Any]:
@@ -58,9 +63,20 @@ class SlabReader(ABC):
             pin: put the fields in page-locked memory.
         """
 
+    def expect(self, batches: Sequence[Sequence[int]]) -> None:  # noqa: B027
+        """Told before the samples of an epoch are read: the batches that `read` will be called with, in order."""
+
+    def when(self, index: int) -> str:
+        """The times of a sample, in words; "" where it has none."""
+        return ""
+
     def describe(self, index: int) -> str:
         """Words that find a sample in its files, for errors."""
         return f"sample {index}"
+
+    def modes(self) -> dict[str, str]:
+        """Array -> how it is read, "own" or "collective", and why."""
+        return {}
 
     def close(self) -> None:
         """End the reader's threads."""
@@ -76,6 +92,7 @@ class SampleSet(ABC):
         sizes: their lengths.
         periodic: those that go around.
         chunk_rows: rows per stored chunk along each, for ``partition="aligned"``.
+        left_out: samples that were left out because the time axis is irregular in them.
     """
 
     channels: tuple[str, ...]
@@ -83,6 +100,7 @@ class SampleSet(ABC):
     sizes: Mapping[str, int]
     periodic: tuple[str, ...] = ()
     chunk_rows: Mapping[str, int] = {}
+    left_out: int = 0
 
     @abstractmethod
     def __len__(self) -> int:
@@ -98,6 +116,8 @@ class SampleSet(ABC):
         *,
         read: Read = "own",
         group: Group | None = None,
+        cache_bytes: int = 0,
+        fill: bool = False,
     ) -> SlabReader:
         """What reads the part of one rank of the partition.
 
@@ -105,6 +125,8 @@ class SampleSet(ABC):
             partition, rank, halo, periodic: see `shardio.plan`.
             read: how the ranks that share samples read (`shardio.collective.make_reader`).
             group: those ranks; needed unless ``read`` is "own". All of them call this at the same point.
+            cache_bytes: budget for decoded times of chunks that hold several; 0 keeps none.
+            fill: put NaN where chunks are absent or corrupt, and say so in `SlabReader.bad`.
         """
 
     def facts(self) -> Any:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from shardsets.errors import SampleError
-from shardsets.grid import GridSamples, GridSlabReader
+from shardsets.grid import GridSamples
+from shardsets.slabs import GridSlabReader
 
 __all__ = ["ChannelStatistics", "Moments", "given_statistics", "measure"]
 
