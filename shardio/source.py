@@ -86,8 +86,8 @@ class Source(ABC):
         self.chunks = tuple(max(1, chunk) for chunk in chunks)
         self.dtype = dtype.newbyteorder("=") if dtype.kind in "iufcb" else dtype
         self.attrs = dict(attrs)
-        self.block = block
         self.order = order
+        self._block = block
         self._decode = decode
         self._default_missing = default_missing
 
@@ -97,6 +97,11 @@ class Source(ABC):
         if self._decode is not None:
             return self._decode
         return Decode.from_attrs(self.attrs, self.dtype, self._default_missing)
+
+    @property
+    def block(self) -> int:
+        """See Layout.block."""
+        return self._block
 
     @property
     def layout(self) -> Layout:

@@ -48,5 +48,9 @@ class ByteStore(ABC):
         """
         return all(self.read_into(key, start, part) for (start, _), part in zip(ranges, into, strict=True))
 
+    @abstractmethod
+    def folders(self, prefix: str) -> list[str]:
+        """Names of the folders directly under a prefix, which is "" or ends in "/"."""
+
     def close(self) -> None:  # noqa: B027
         """Let go of files and connections."""

@@ -92,6 +92,11 @@ class LocalBytes(ByteStore):
         finally:
             self._give(file, total)
 
+    def folders(self, prefix: str) -> list[str]:
+        """See ByteStore.folders."""
+        with os.scandir(self._folder + prefix) as found:
+            return [entry.name for entry in found if entry.is_dir()]
+
     def close(self) -> None:
         """Close the descriptors; a read after this opens its own."""
         with self._lock:

@@ -16,8 +16,8 @@ import numpy as np
 
 from shardio.blocks import copy_stretch, stretches, touched
 from shardio.box import Box
+from shardio.codecs import native
 from shardio.codecs.base import Array, Bytes, Counted, Extent, Pipeline, Share, in_turn, scratch
-from shardio.codecs.native import blosc
 from shardio.errors import CorruptChunkError
 
 JOB = 2 << 20
@@ -94,11 +94,12 @@ class BloscPipeline(Pipeline):
             raise CorruptChunkError(f"it has {len(head)} bytes, too few for blosc's header")
         version, _, flags, typesize, nbytes, block, stored = HEADER.unpack_from(head)
         size = None if extent.stop is None else extent.stop - extent.start
-        if version != 2 or not typesize or nbytes != self.nbytes or (size is not None and stored > size):
+        if nbytes != self.nbytes or (size is not None and stored > size):
             raise CorruptChunkError(
-                f"blosc's header says version {version}, elements of {typesize} bytes, {nbytes} bytes in {stored}; "
-                f"expected are version 2, {self.nbytes} bytes in {'any number' if size is None else size}"
+                f"blosc's header says {nbytes} bytes in {stored}; expected are {self.nbytes} in {size or 'any number'}"
             )
+        if version != 2 or not typesize:
+            raise CorruptChunkError(f"blosc's header says version {version}, elements of {typesize} bytes")
         blocks = -(-nbytes // block) if 0 < block <= nbytes else 0
         begin = HEADER.size + 4 * blocks
         if not blocks or begin > HEADER.size + max(4, nbytes):
@@ -167,7 +168,7 @@ class BloscPipeline(Pipeline):
             if table.flags & MEMCPYED:
                 into[:] = frame[len(frame) - nbytes :]
             else:
-                blosc(frame, into)
+                native.blosc(frame, into)
             if unit.into is None:
                 first = unit.first * table.block // self.dtype.itemsize
                 copy_stretch(into.view(self.dtype), first, shape, box, out)
@@ -204,6 +205,18 @@ class BloscPipeline(Pipeline):
             f"<4B3I{len(starts)}i", frame.data, 0, 2, 1, flags, table.typesize, nbytes, block, len(frame), *starts
         )
         return parts
+
+
+def decode_whole(stored: Bytes, into: Bytes) -> None:
+    """Decode a blosc buffer of exactly `into`'s size."""
+    if len(stored) < HEADER.size:
+        raise CorruptChunkError(f"{len(stored)} bytes are too few for blosc's header")
+    *_, nbytes, _, size = HEADER.unpack_from(stored.data)
+    if nbytes != len(into) or size > len(stored):
+        raise CorruptChunkError(
+            f"blosc's header says {nbytes} bytes in {size}; expected are {len(into)} in {len(stored)}"
+        )
+    native.blosc(stored, into)
 
 
 def _fetch(extent: Extent, nbytes: int) -> bytes | memoryview | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,23 +11,29 @@ import numpy as np
 from shardio.blocks import copy_stretch
 from shardio.box import Box, whole
 from shardio.codecs.base import Array, Bytes, Counted, Extent, Pipeline, Share, in_turn, scratch
+from shardio.codecs.native import address
 from shardio.errors import CorruptChunkError
 
 TOO_LARGE = 1 << 20
 """Stored bytes that a chunk has at most beyond those of its values; what is larger was not written by any codec."""
 
 
+Room = Callable[[], Bytes]
+
+
 class Step(NamedTuple):
-    """One codec: decodes `stored` into `into`, of which it must fill all; raises CorruptChunkError or ValueError.
+    """One codec.
 
     Attributes:
-        decode: called with (stored, into), both contiguous bytes.
-        nbytes: bytes that it decodes to.
+        decode: called with the stored bytes and a function that gives memory to decode into, of `nbytes`, all of which
+            it must fill; gives the decoded bytes, there or elsewhere. Raises CorruptChunkError, ValueError or
+            RuntimeError.
+        nbytes: bytes that it decodes to; None if it only takes a checksum away, whatever the length.
         name: for errors.
     """
 
-    decode: Callable[[Bytes, Bytes], None]
-    nbytes: int
+    decode: Callable[[Bytes, Room], Bytes]
+    nbytes: int | None
     name: str
 
 
@@ -61,25 +68,26 @@ class WholePipeline(Pipeline):
         if size is None:
             return None
         size -= extent.start
-        if size > 2 * max(self.nbytes, *(step.nbytes for step in self.steps)) + TOO_LARGE:
+        if size > 2 * max(self.nbytes, *(step.nbytes or 0 for step in self.steps)) + TOO_LARGE:
             raise CorruptChunkError(f"it has {size} bytes, but decoded only {self.nbytes}")
         stored = scratch("stored", size)
         if not extent.store.read_into(extent.key, extent.start, stored.data):
             return None
         box, out, shape = self.stored(box, out)
-        direct = box == whole(shape) and out.flags.c_contiguous
-        values = out.reshape(-1).view(np.uint8) if direct else scratch("values", self.nbytes)
+        place = out.reshape(-1).view(np.uint8) if box == whole(shape) and out.flags.c_contiguous else None
         data = stored
-        for at, step in enumerate(self.steps):
-            last = at == len(self.steps) - 1
-            into = values if last else scratch(f"step {at % 2}", step.nbytes)
+        for at, step in enumerate(self.steps, start=1):
+            room: Room = partial(scratch, f"step {at % 2}", step.nbytes or 0)
+            if at == len(self.steps) and place is not None:
+                room = partial(np.asarray, place)
             try:
-                step.decode(data, into)
+                data = step.decode(data, room)
             except (CorruptChunkError, ValueError, RuntimeError) as error:
                 raise CorruptChunkError(f"{step.name}: {error}") from error
-            data = into
-        if not direct:
-            copy_stretch(values.view(self.dtype), 0, shape, box, out)
+            if step.nbytes is not None and len(data) != step.nbytes:
+                raise CorruptChunkError(f"{step.name} decodes {len(data)} bytes; expected are {step.nbytes}")
+        if place is None or address(data) != address(place):
+            copy_stretch(data.view(self.dtype), 0, shape, box, out)
         if self.swap:
             out.byteswap(inplace=True)
         return Counted(self.nbytes, size)

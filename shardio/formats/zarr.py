@@ -1,172 +1,28 @@
-"""Zarr v2 and v3 through the zarr library, which knows all the codecs; an absent chunk is an error, not fill."""
+"""Zarr v2 and v3: chunks are read by ourselves where all codecs are known here, else through the zarr library."""
 
 from __future__ import annotations
 
-import base64
-import itertools
-import math
-import struct
-import threading
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import numpy as np
 import zarr
-from zarr.abc.store import ByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.abc.store import Store as ZarrStore
-from zarr.buffer.cpu import NDBuffer, buffer_prototype
-from zarr.codecs import ShardingCodec
-from zarr.core.buffer import Buffer, BufferPrototype
-from zarr.core.sync import sync
-from zarr.storage import FsspecStore, LocalStore, WrapperStore, ZipStore
+from zarr.storage import FsspecStore, LocalStore, ZipStore
 
-from shardio.box import Box, shape_of, slices
-from shardio.errors import MissingChunkError, StoreNotFoundError, UnknownFormatError
+from shardio.bytes import ByteStore, LocalBytes
+from shardio.errors import StoreNotFoundError, UnknownFormatError
+from shardio.formats.zarr_chunks import zarr_chunks
+from shardio.formats.zarr_library import CheckedStore, ZarrSource
 from shardio.location import is_url, local_path
 from shardio.source import Format, Missing, Source, Store
 
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 """Names of the files that describe arrays and groups; every other key is a chunk."""
-CACHED_INDEXES = 1024
-"""Shard indexes kept by each opened store (16 bytes per inner chunk each)."""
-EMPTY = np.uint64(2**64 - 1)
-"""Offset and length that a shard's index gives for an inner chunk that was never written."""
-
-
-class CheckedStore(WrapperStore[ZarrStore]):
-    """A store that remembers which chunks were absent, and the indexes of shards it has read.
-
-    It raises nothing itself: zarr would leave its other reads of the same call running behind the error.
-
-    Attributes:
-        absent: keys of chunks that were asked for and not found.
-    """
-
-    def __init__(self, store: ZarrStore) -> None:
-        super().__init__(store)
-        self.absent: set[str] = set()
-        self._indexes: dict[tuple[str, int], Buffer] = {}
-        self._lock = threading.Lock()
-
-    def _with_store(self, store: ZarrStore) -> Self:
-        return type(self)(store)
-
-    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """As the wrapped store's."""
-        index = (key, byte_range.suffix) if isinstance(byte_range, SuffixByteRequest) else None
-        if index is not None and index in self._indexes:
-            return self._indexes[index]
-        found = await self._store.get(key, prototype, byte_range)
-        with self._lock:
-            if found is None:
-                self.absent.add(key)
-            else:
-                self.absent.discard(key)
-                if index is not None:
-                    self._indexes[index] = found
-            if len(self._indexes) > CACHED_INDEXES:
-                self._indexes.pop(next(iter(self._indexes)))
-        return found
-
-
-def missing_chunk(chunk: str, url: str) -> MissingChunkError:
-    """The error for an absent chunk."""
-    return MissingChunkError(
-        f"chunk {chunk} is not in {url}: it was lost, or never written because it held nothing but fill values; "
-        f"restore it, or open the store with open_store(..., missing='fill') to read the array's fill value there"
-    )
-
-
-def fill_value_of_xarray(stored: Any) -> Any:
-    """The number in an attribute _FillValue; xarray writes floats into version 3 as base64 of their 8 bytes."""
-    if not (isinstance(stored, str) and len(stored) == 12 and stored.endswith("=")):
-        return stored
-    try:
-        return struct.unpack("<d", base64.b64decode(stored, validate=True))[0]
-    except ValueError:
-        return stored
-
-
-class ZarrSource(Source):
-    """One Zarr array."""
-
-    def __init__(self, name: str, array: zarr.Array[Any], url: str, strict: bool) -> None:
-        attrs = dict(array.attrs.asdict())
-        named: Any = attrs.pop("_ARRAY_DIMENSIONS", None) or getattr(array.metadata, "dimension_names", None)
-        names = list(named or [None] * array.ndim)
-        if "_FillValue" in attrs:
-            attrs["_FillValue"] = fill_value_of_xarray(attrs["_FillValue"])
-        super().__init__(
-            name,
-            dims=tuple(f"dim_{at}" if found is None else str(found) for at, found in enumerate(names)),
-            shape=array.shape,
-            chunks=array.chunks,
-            dtype=np.dtype(array.dtype),
-            attrs=attrs,
-        )
-        self._array = array
-        self._url = url
-        # One element that equals the fill value is ordinarily left unwritten (the time 0, a crs); it cannot mislead.
-        self._strict = strict and not (array.ndim <= 1 and math.prod(array.chunks) == 1)
-
-    def read_into(self, box: Box, out: np.ndarray[Any, Any]) -> None:
-        """See Source.read_into."""
-        if 0 in shape_of(box):
-            return
-        if self._strict and self._array.shards is not None:
-            self._check_inner_chunks(box)
-        if self.dtype.kind in "iufb" and self.shape:
-            self._array.get_basic_selection(slices(box), out=NDBuffer.from_numpy_array(out))
-        else:
-            out[...] = self._array[slices(box)]
-        if self._strict:
-            self._check_chunks(box)
-
-    def _check_chunks(self, box: Box) -> None:
-        """Raise MissingChunkError if a chunk under the box, just read, was absent."""
-        store = self._array.store
-        if not (isinstance(store, CheckedStore) and store.absent):
-            return
-        stored = self._array.shards or self._array.chunks
-        for number in itertools.product(*(range(a // n, -(-b // n)) for (a, b), n in zip(box, stored, strict=True))):
-            if self._key(number) in store.absent:
-                raise missing_chunk(repr(self._key(number)), self._url)
-
-    def _check_inner_chunks(self, box: Box) -> None:
-        """Raise MissingChunkError if a shard's index says that an inner chunk under the box was never written."""
-        shards = self._array.shards
-        assert shards is not None
-        per_shard = [shard // chunk for shard, chunk in zip(shards, self.chunks, strict=True)]
-        inner = (range(a // n, -(-b // n)) for (a, b), n in zip(box, self.chunks, strict=True))
-        for number in itertools.product(*inner):
-            shard, within = zip(*map(divmod, number, per_shard), strict=True)
-            if (self._shard_index(shard, per_shard)[within] == EMPTY).all():
-                raise missing_chunk(f"{self._key(shard)!r}, inner chunk {within},", self._url)
-
-    def _shard_index(self, shard: tuple[int, ...], per_shard: list[int]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        """Offset and length of every inner chunk of a shard, [*inner chunks per dim, 2]."""
-        codec = self._array.metadata.codecs[0]  # type: ignore[union-attr]
-        assert isinstance(codec, ShardingCodec)
-        table = math.prod(per_shard) * 16
-        length = table + sum(_overhead(index_codec) for index_codec in codec.index_codecs)
-        at_end = codec.index_location.value == "end"
-        key = self._key(shard)
-        wanted: ByteRequest = SuffixByteRequest(length) if at_end else RangeByteRequest(0, length)
-        found = sync(self._array.store.get(key, buffer_prototype, wanted))
-        if found is None:
-            raise missing_chunk(repr(key), self._url)
-        raw = np.frombuffer(found.to_bytes()[:table], dtype="<u8")
-        return raw.reshape(*per_shard, 2)
-
-    def _key(self, chunk: tuple[int, ...]) -> str:
-        """Key of a stored chunk (shard) in the store."""
-        key = self._array.metadata.encode_chunk_key(chunk)
-        return f"{self._array.path}/{key}" if self._array.path else key
-
-
-def _overhead(codec: Any) -> int:
-    """Bytes that a codec adds to a shard's index."""
-    return 4 if type(codec).__name__ == "Crc32cCodec" else 0
+Nodes = dict[str, dict[str, Any]]
+"""Path below the node that was opened ("" for itself) -> its metadata, with the attributes of version 2 put in."""
 
 
 def open_zarr(
@@ -184,24 +40,114 @@ def open_zarr(
         base, inside = source.store, source.path
     else:
         base, inside = _base(source, storage_options), ""
-    path = "/".join(part for part in (inside, group) if part)
-    checked = CheckedStore(base)
+    path = "/".join(part for part in (inside, group.strip("/")) if part)
     url = str(source) if isinstance(source, (str, Path)) else str(base)
+    strict = missing == "raise"
+    found: dict[str, Source | None] = {}
+    attrs: dict[str, Any] = {}
+    local = LocalBytes(local_path(source)) if isinstance(source, (str, Path)) and isinstance(base, LocalStore) else None
+    if local is not None:
+        found, attrs = _own(local, path, strict)
+    sources: dict[str, Source] = {name: array for name, array in found.items() if array is not None}
+    if not found or len(sources) < len(found):
+        library, attrs = _by_library(CheckedStore(base), path, url, strict)
+        sources = {**library, **sources}
+    closers = (base.close,) if isinstance(source, (str, Path)) else ()
+    return Store(url, sources, attrs, "zarr", closers if local is None else (*closers, local.close))
+
+
+def _own(store: ByteStore, path: str, strict: bool) -> tuple[dict[str, Source | None], dict[str, Any]]:
+    """The arrays that are read here, None for one that cannot be, none if metadata are odd; the attributes."""
+    try:
+        nodes = read_nodes(store, path)
+        arrays = {name: meta for name, meta in sorted(nodes.items()) if "shape" in meta}
+        if "" in arrays:
+            arrays = {path.rpartition("/")[2] or "array": nodes[""]}
+        below = f"{path}/" if path else ""
+        found: dict[str, Source | None] = {
+            name: zarr_chunks(store, path if nodes[""] is meta else below + name, name, meta, strict)
+            for name, meta in arrays.items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError):  # the zarr library says what is wrong
+        return {}, {}
+    return found, {} if "shape" in nodes[""] else dict(nodes[""].get("attributes") or {})
+
+
+def read_nodes(store: ByteStore, path: str) -> Nodes:
+    """The metadata of a group or array and all below it: one read if they are consolidated.
+
+    Raises KeyError if there is no node, ValueError if its metadata is no JSON.
+    """
+    prefix = f"{path}/" if path else ""
+    root = _json(store, f"{prefix}zarr.json")
+    if root is not None:
+        kept = root.get("consolidated_metadata")
+        if kept and kept.get("kind", "inline") == "inline":
+            return {**kept["metadata"], "": root}
+        return _walk(store, prefix, {"": root}) if root["node_type"] == "group" else {"": root}
+    kept = _json(store, f"{prefix}.zmetadata")
+    if kept is not None:
+        return _v2_nodes(kept["metadata"])
+    root = _v2_node(store, prefix)
+    return _walk(store, prefix, {"": root}) if "shape" not in root else {"": root}
+
+
+def _walk(store: ByteStore, prefix: str, nodes: Nodes) -> Nodes:
+    """Add all that lies below the groups among some nodes, level by level, several at once."""
+    with ThreadPoolExecutor(max(2, store.requests)) as pool:
+        groups = [""]
+        while groups:
+            paths = [f"{group}{name}" for group in groups for name in store.folders(prefix + group)]
+            found = dict(zip(paths, pool.map(lambda path: _node(store, f"{prefix}{path}/"), paths), strict=True))
+            nodes.update((path, node) for path, node in found.items() if node is not None)
+            groups = [f"{path}/" for path, node in found.items() if node is not None and "shape" not in node]
+    return nodes
+
+
+def _node(store: ByteStore, prefix: str) -> dict[str, Any] | None:
+    try:
+        node: dict[str, Any] | None = _json(store, f"{prefix}zarr.json")
+        return _v2_node(store, prefix) if node is None else node
+    except KeyError:
+        return None
+
+
+def _v2_node(store: ByteStore, prefix: str) -> dict[str, Any]:
+    node = _json(store, f"{prefix}.zarray")
+    if node is None:
+        node = _json(store, f"{prefix}.zgroup")
+    if node is None:
+        raise KeyError(prefix)
+    return {**node, "attributes": _json(store, f"{prefix}.zattrs")}
+
+
+def _v2_nodes(kept: Mapping[str, Any]) -> Nodes:
+    nodes: Nodes = {}
+    for key, meta in kept.items():
+        path, _, name = key.rpartition("/")
+        if name in (".zarray", ".zgroup"):
+            nodes[path] = {**meta, "attributes": kept.get(f"{path}/.zattrs" if path else ".zattrs")}
+    return nodes
+
+
+def _json(store: ByteStore, key: str) -> Any:
+    found = store.read(key)
+    return None if found is None else json.loads(bytes(found))
+
+
+def _by_library(checked: CheckedStore, path: str, url: str, strict: bool) -> tuple[dict[str, Source], dict[str, Any]]:
+    """All arrays through the zarr library, and the attributes of the group."""
     try:
         node = zarr.open(store=checked, path=path, mode="r")
     except FileNotFoundError as error:
-        kind = StoreNotFoundError if is_url(source) else UnknownFormatError
-        raise kind(f"{source} holds no Zarr group or array at {path!r}: {error}; check path and group=") from error
+        kind = StoreNotFoundError if is_url(url) else UnknownFormatError
+        raise kind(f"{url} holds no Zarr group or array at {path!r}: {error}; check path and group=") from error
     except (KeyError, TypeError, ValueError) as error:
-        raise UnknownFormatError(f"{source} cannot be opened as Zarr: {error}; mend its metadata") from error
-    arrays: dict[str, zarr.Array[Any]] = {}
+        raise UnknownFormatError(f"{url} cannot be opened as Zarr: {error}; mend its metadata") from error
     if isinstance(node, zarr.Array):
-        arrays[node.basename or "array"] = node
-    else:
-        arrays.update((name, member) for name, member in node.members(max_depth=None) if isinstance(member, zarr.Array))
-    sources = {name: ZarrSource(name, array, url, missing == "raise") for name, array in sorted(arrays.items())}
-    closers = (base.close,) if isinstance(source, (str, Path)) else ()
-    return Store(url, sources, dict(node.attrs.asdict()) if isinstance(node, zarr.Group) else {}, "zarr", closers)
+        return {node.basename or "array": ZarrSource(node.basename or "array", node, url, strict)}, {}
+    arrays = sorted((name, member) for name, member in node.members(max_depth=None) if isinstance(member, zarr.Array))
+    return {name: ZarrSource(name, array, url, strict) for name, array in arrays}, dict(node.attrs.asdict())
 
 
 def _base(source: Any, storage_options: dict[str, Any] | None) -> ZarrStore:

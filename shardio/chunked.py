@@ -1,0 +1,118 @@
+"""ChunkedSource: an array of chunks whose stored bytes are found and decoded here, each only as far as wanted."""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Iterator
+from functools import cached_property, partial
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+
+from shardio.box import Box, Span
+from shardio.codecs.base import Counted, Extent, Pipeline, Share, in_turn
+from shardio.errors import CorruptChunkError, MissingChunkError
+from shardio.source import Source
+
+TRIED = 64
+"""Chunks that are looked at to see what can be decoded alone, until one is found."""
+Number = tuple[int, ...]
+
+
+class ChunkedSource(Source):
+    """An array on a grid of chunks, from index 0 on, all of `pipeline.shape`.
+
+    Args:
+        pipeline: reads one chunk.
+        fill: what an absent chunk holds, if it is not an error.
+        strict: an absent chunk is an error.
+        others: as for Source; shape, dims, attrs, ...
+    """
+
+    def __init__(self, name: str, *, pipeline: Pipeline, fill: Any, strict: bool, **others: Any) -> None:
+        super().__init__(name, chunks=pipeline.shape, dtype=pipeline.dtype, **others)
+        order = pipeline.order
+        self.order = () if order == tuple(range(len(order))) else order
+        self.pipeline = pipeline
+        self._fill = fill
+        self._strict = strict
+
+    @abstractmethod
+    def locate(self, number: Number) -> Extent | None:
+        """Where a chunk lies, by its number along each dim; None if it is known to be absent."""
+
+    @abstractmethod
+    def describe(self, number: Number) -> str:
+        """A chunk and its store, for errors: "'x/c/0/0' in era5.zarr"."""
+
+    @property
+    def block(self) -> int:
+        """See Layout.block; a chunk is looked at for it, once."""
+        return self._sampled
+
+    @cached_property
+    def _sampled(self) -> int:
+        grid = [-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True)]
+        count = int(np.prod(grid, dtype=np.int64))
+        for at in range(min(count, TRIED)):
+            number = tuple(int(n) for n in np.unravel_index(at * count // min(count, TRIED), grid)) if grid else ()
+            try:
+                extent = self.locate(number)
+                block = None if extent is None else self.pipeline.block(extent)
+            except CorruptChunkError:
+                continue
+            if block is not None:
+                return block
+        return 0
+
+    def read_into(self, box: Box, out: np.ndarray[Any, Any]) -> None:
+        """See Source.read_into."""
+        self.read_counted(box, out)
+
+    def read_counted(self, box: Box, out: np.ndarray[Any, Any], share: Share = in_turn) -> Counted:
+        """See Source.read_counted. Several chunks, and parts of a large one, are read at once."""
+        numbers = list(self.numbers(box))
+        if len(numbers) == 1:
+            return self._read_chunk(numbers[0], box, out, share)
+        return sum(share([partial(self._read_chunk, number, box, out, share) for number in numbers]), Counted())
+
+    def numbers(self, box: Box) -> Iterator[Number]:
+        """Numbers of the chunks that a box touches."""
+        if any(start >= stop for start, stop in box):
+            return iter(())
+        return itertools.product(*[range(a // n, -(-b // n)) for (a, b), n in zip(box, self.chunks, strict=True)])
+
+    def _read_chunk(self, number: Number, box: Box, out: np.ndarray[Any, Any], share: Share) -> Counted:
+        inner, place = [], []
+        for (start, stop), at, size in zip(box, number, self.chunks, strict=True):
+            corner = at * size
+            low, high = max(start, corner), min(stop, corner + size)
+            inner.append(Span(low - corner, high - corner))
+            place.append(slice(low - start, high - start))
+        where: tuple[slice | EllipsisType, ...] = (*place, ...)  # with the ellipsis, an array for no dims, too
+        part = out[where]
+        try:
+            extent = self.locate(number)
+            counted = None if extent is None else self.pipeline.read(extent, tuple(inner), part, share)
+        except CorruptChunkError as error:
+            raise CorruptChunkError(
+                f"chunk {number} of {self.name!r} ({self.describe(number)}) cannot be decoded: {error}; "
+                f"check or rewrite that chunk"
+            ) from error
+        if counted is not None:
+            return counted
+        if self._strict:
+            raise missing_chunk(self.describe(number))
+        part[...] = self._fill
+        return Counted()
+
+
+def missing_chunk(where: str) -> MissingChunkError:
+    """The error for an absent chunk, such as "'x/c/0/0' in era5.zarr"."""
+    chunk, _, store = where.rpartition(" in ")
+    return MissingChunkError(
+        f"chunk {chunk} is not in {store}: it was lost, or never written because it held nothing but fill values; "
+        f"restore it, or open the store with open_store(..., missing='fill') to read the array's fill value there"
+    )
