@@ -12,6 +12,9 @@ from shardsets.errors import NotANumberError, NotFiniteError, SampleError
 
 __all__ = ["Finite"]
 
+Name = Callable[[int, int], tuple[str, str]]
+"""Words for a (place in the batch, channel): the sample and field, and the channel."""
+
 
 @dataclass(frozen=True)
 class Finite:
@@ -37,13 +40,13 @@ class Finite:
             raise SampleError(f"max_nonfinite is {self.limit}; it is a share of the cells, 0 to 1")
 
     def check_(
-        self, field: torch.Tensor, name: Callable[[int, int], str], *, fill: bool
+        self, field: torch.Tensor, name: Name, *, fill: bool
     ) -> tuple[list[tuple[int, NotFiniteError]], torch.Tensor]:
         """Look for values that are not finite and replace them in place as `nan` and `inf` say.
 
         Args:
             field: [B, channels, ...].
-            name: says in words where a (sample, channel) is.
+            name: says in words what a (sample, channel) is.
             fill: infinite values that are not let through become NaN (or the number that `nan` is), as well.
 
         Returns:
@@ -68,16 +71,25 @@ class Finite:
             field.masked_fill_(nan, float(self.nan))
         return bad, counts
 
-    def beyond(self, counts: torch.Tensor, cells: int, name: Callable[[int, int], str]) -> NotFiniteError | None:
-        """The error for the first channel [B, channels] with more than the limit's share of its cells not finite."""
-        over = (counts > self.limit * cells).nonzero()
-        if not len(over):
-            return None
-        sample, channel = (int(place) for place in over[0])
-        return NotFiniteError(
-            f"{name(sample, channel)} is NaN or infinite in {int(counts[sample, channel])} of {cells} cells, more than "
-            f"max_nonfinite={self.limit:g} of them"
-        )
+    def beyond(self, counts: torch.Tensor, cells: int, name: Name) -> list[tuple[int, NotFiniteError]]:
+        """Samples with a channel of which more than the limit's share of the cells is not finite.
+
+        Args:
+            counts: of such cells, [B, channels].
+            cells: of a channel.
+            name: as for `check_`.
+        """
+        told: dict[int, NotFiniteError] = {}
+        for sample, channel in (counts > self.limit * cells).nonzero().tolist():
+            where, label = name(sample, channel)
+            told.setdefault(
+                sample,
+                NotFiniteError(
+                    f"{where} is NaN or infinite in {int(counts[sample, channel])} of {cells} cells of {label}, more "
+                    f"than max_nonfinite={self.limit:g} of them"
+                ),
+            )
+        return list(told.items())
 
 
 def _all_finite(field: torch.Tensor) -> bool:
@@ -86,14 +98,14 @@ def _all_finite(field: torch.Tensor) -> bool:
     return math.isfinite(field.sum(dtype=wide).item())
 
 
-def _told(found: torch.Tensor, what: str, argument: str, name: Callable[[int, int], str]) -> list[tuple[int, str]]:
+def _told(found: torch.Tensor, what: str, argument: str, name: Name) -> list[tuple[int, str]]:
     """For every sample that has such cells: its place and the words."""
     told: dict[int, str] = {}
     for sample, channel in found.flatten(2).any(2).nonzero().tolist():
-        cells = int(found[sample, channel].sum())
         if sample not in told:
+            where, label = name(sample, channel)
             told[sample] = (
-                f"{name(sample, channel)} has {what} in {cells} cells. Missing values or a mask? {argument}='allow' "
-                f"lets them through, {argument}=0.0 replaces them"
+                f"{where} has {what} in {int(found[sample, channel].sum())} cells of {label}. Missing values or a "
+                f"mask? {argument}='allow' lets them through, {argument}=0.0 replaces them"
             )
     return list(told.items())

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 import torch
+from torch.profiler import record_function
 
 from shardio import ReadStats
+from shardio.collective import Group, Read
 from shardio.plan import Halo
-from shardsets.errors import BatchError, NotANumberError, SampleError
+from shardsets.agreement import Agreement
+from shardsets.ahead import Ahead
+from shardsets.arguments import check_choices, check_float, check_not_negative, only_defaults
+from shardsets.bad import OnBad
+from shardsets.batches import FIELDS, Batch, Batches, Transform
+from shardsets.errors import BatchError
+from shardsets.finite import Finite
 from shardsets.grid import GridSamples, Levels
+from shardsets.judge import Judge
 from shardsets.order import Order
 from shardsets.placement import Placement, Shards, place
+from shardsets.report import Report
 from shardsets.samples import SampleSet, Slab
-from shardsets.slabs import GridSlabReader
-from shardsets.statistics import ChannelStatistics, Moments, given_statistics, measure
+from shardsets.statistics import ChannelStatistics, agreed_statistics
 from shardsets.windows import TimeChoice
-from shardtensor import RankDisagreementError, ShardTensor
-from shardtensor.comm import any_rank, gather_facts
+from shardtensor import ShardTensor
 from shardtensor.spec import DeviceMesh
 
 __all__ = ["DomainDataLoader"]
-
-Transform = Callable[[dict[str, Any]], dict[str, Any]]
-FIELDS = ("input", "target")
 
 
 class DomainDataLoader:
@@ -42,7 +44,10 @@ class DomainDataLoader:
     - ``index`` [B]: sample numbers.
 
     The order of samples is a pure function of (seed, epoch). Each data group gets its own samples, the ranks of a
-    domain group the same ones, and all ranks the same number of batches. What goes wrong on one rank is raised on all.
+    domain group the same ones, and all ranks the same number of batches. What goes wrong on one rank is raised on all;
+    a rank that dies ends in an error on the others. Making a loader, starting an iteration, asking for a batch and
+    loading a state are done by all ranks together. ``torch.profiler`` shows ``shardsets.wait``, ``.agree`` and
+    ``.deliver`` of every step, and ``.read`` and ``.prepare`` of the reading thread where it records all threads.
 
     Args:
         source: path or URL of a store, an ``xarray.Dataset``, or a `SampleSet`.
@@ -63,7 +68,20 @@ class DomainDataLoader:
             ``shardio stats``, or {channel or variable: (mean, std)}. Default: values as stored.
         transform: called on each batch of plain tensors with their halo, in the reading thread; also gets ``slab``
             (a `Slab`). It returns the batch; the halo is cut off afterwards, so a stencil is exact at the cut.
-        nan: "raise" on NaN in a batch, "allow" it, or a number to put in its place (after normalizing).
+        nan: NaN in a batch is bad data ("raise"), is let through ("allow"), or becomes this number (after normalizing).
+        inf: the same for infinite values.
+        max_nonfinite: share of a channel's cells that may be NaN or infinite in one sample, all ranks together; more
+            is bad data whatever ``nan`` and ``inf`` say.
+        on_bad: bad data is a chunk that is missing, corrupt or out of reach (no permission, no connection), NaN or
+            infinite values as above, and an irregular time axis. "raise" an error on all ranks; "skip" the step on all
+            ranks, all data groups (and leave out samples that reach over an irregular time), or "fill" with NaN (with
+            the number ``nan``, if it is one) what is missing or corrupt. What is out of reach is never filled.
+            `report` tells what was skipped and filled.
+        read: how the ranks that share samples read: "own", each for itself; "collective", each chunk by one of them;
+            "auto", by array whichever takes less time.
+        cache_bytes: memory for decoded times, on each rank, where a chunk holds several that cannot be decoded apart;
+            what will be needed last goes first. 0 keeps none. Decoding takes up to as much again while it runs.
+        timeout: seconds that ranks which read collectively wait for a slow one.
 
     Raises:
         ShardIOError, SampleError: see there; on every rank.
@@ -95,19 +113,24 @@ class DomainDataLoader:
         statistics: Any = None,
         transform: Transform | None = None,
         nan: str | float = "raise",
+        inf: str | float = "raise",
+        max_nonfinite: float = 1.0,
+        on_bad: OnBad = "raise",
+        read: Read = "auto",
+        cache_bytes: int = 256 << 20,
+        timeout: float = 300.0,
     ) -> None:
-        self._mesh = mesh
-        self.dtype, self.transform, self.prefetch = dtype, transform, prefetch
+        self.prefetch = prefetch
         self.device = torch.device(device or ("cpu" if mesh is None else mesh.device_type))
+        self._ranks = Agreement(mesh)
 
         def prepare() -> None:
-            if prefetch < 0:
-                raise SampleError(f"prefetch is {prefetch}; it must be 0 or more")
-            if not (nan in ("raise", "allow") or isinstance(nan, int | float)):
-                raise SampleError(f"nan is {nan!r}; use 'raise', 'allow' or a number")
-            self.nan = nan
+            check_not_negative(prefetch=prefetch, cache_bytes=cache_bytes, timeout=timeout)
+            check_choices(on_bad=(on_bad, get_args(OnBad)), read=(read, get_args(Read)))
+            check_float(on_bad, dtype)
+            self._finite = Finite(nan, inf, max_nonfinite)
             if isinstance(source, SampleSet):
-                _only_defaults(variables=variables, levels=levels, time=time)
+                only_defaults(variables=variables, levels=levels, time=time)
                 self.samples = source
             else:
                 self.samples = GridSamples(
@@ -119,91 +142,54 @@ class DomainDataLoader:
                     target_steps=target_steps,
                     lead=lead,
                     spatial=tuple(shard) if isinstance(shard, Mapping) and len(shard) == 2 else None,
+                    skip_irregular=on_bad == "skip",
                 )
             self.placement: Placement = place(mesh, self.samples, shard, partition)
             self.order = Order(len(self.samples), self.placement.groups, batch_size, shuffle, seed, drop_last)
-            wraps = self.samples.periodic if periodic is None else tuple(periodic)
-            self._reader = self.samples.slab_reader(self.placement.partition, self.placement.rank, halo, wraps)
 
-        self._together("the loader could not be made", prepare)
+        self._ranks.together("the loader could not be made", prepare)
         facts = (self.samples.facts(), self.order, self.placement.partition, str(dtype), statistics is None)
-        self._agree_on(facts)
+        differ = "the ranks' loaders differ; they must get the same arguments and see the same store"
+        self._ranks.same(differ, (*facts, self._finite, on_bad, read, prefetch, cache_bytes))
+        domain = self.placement.domain
+        self._group = (
+            None if read == "own" or domain is None else Group.join(domain, self.placement.rank, timeout=timeout)
+        )
+        self._sequence = 0
+        self._begin()
+        how: dict[str, Any] = {"read": read, "group": self._group, "cache_bytes": cache_bytes}
+        wraps = self.samples.periodic if periodic is None else tuple(periodic)
+        self._reader = self._ranks.together(
+            "the loader could not be made",
+            lambda: self.samples.slab_reader(
+                self.placement.partition, self.placement.rank, halo, wraps, **how, fill=on_bad == "fill"
+            ),
+        )
         self.channels = self.samples.channels
         self.slab: Slab = self._reader.slab
-        self.statistics: ChannelStatistics | None = self._statistics(statistics)
+        self.statistics: ChannelStatistics | None = agreed_statistics(
+            statistics, self.samples, self.placement, self._ranks, **how, fill=on_bad != "raise"
+        )
+        self._batches = Batches(
+            self._reader,
+            self.channels,
+            self._finite,
+            on_bad == "fill",
+            self._ranks.rank,
+            dtype,
+            self.device.type == "cuda",
+            self.statistics,
+            transform,
+        )
+        self._judge = Judge(on_bad, self._ranks, self.samples, self.placement, self._batches)
+        self._steps, self._waited = 0, 0.0
         self._epoch, self._consumed, self._start = 0, 0, 0
-        self._iterator: _Ahead | None = None
-
-    # Agreement between ranks ------------------------------------------------------------------------------------
-
-    def _together(self, what: str, step: Callable[[], None]) -> None:
-        """Do a step on every rank; if it fails on any, raise on all."""
-        error: Exception | None = None
-        try:
-            step()
-        except Exception as caught:
-            error = caught
-        self._raise_together(what, error)
-
-    def _raise_together(self, what: str, error: Exception | None) -> None:
-        if self._mesh is None or not any_rank(error is not None, self._mesh):
-            if error is not None:
-                raise error
-            return
-        text = None if error is None else f"{type(error).__name__}: {error}"
-        told = {at: said for at, said in gather_facts(text, self._mesh).items() if said is not None}
-        if error is not None:
-            raise error
-        raise BatchError(f"{what} on " + "; ".join(f"rank {at}: {said}" for at, said in told.items()))
-
-    def _agree_on(self, facts: Any) -> None:
-        if self._mesh is None:
-            return
-        said = gather_facts(repr(facts), self._mesh)
-        if len(set(said.values())) > 1:
-            raise RankDisagreementError(
-                f"the ranks' loaders differ; they must get the same arguments and see the same store: {said}"
-            )
-
-    # Statistics ---------------------------------------------------------------------------------------------------
-
-    def _statistics(self, given: Any) -> ChannelStatistics | None:
-        if given is None:
-            return None
-        found: list[ChannelStatistics] = []
-        if given != "compute":
-            self._together("statistics do not fit", lambda: found.append(given_statistics(given, self.samples)))
-            return found[0]
-        moments: list[Moments] = []
-        self._together("statistics could not be computed", lambda: moments.append(self._measured()))
-        every = moments if self._mesh is None else list(gather_facts(moments[0], self._mesh).values())
-        total = Moments.empty(len(self.channels))
-        for part in every:
-            total.merge(part)
-        self._together("statistics do not fit", lambda: found.append(total.statistics(self.channels)))
-        return found[0]
-
-    def _measured(self) -> Moments:
-        """The moments of this rank's rows, times dealt to the data groups."""
-        samples, here = self.samples, self.placement
-        if not isinstance(samples, GridSamples):
-            raise SampleError(
-                f"statistics='compute' works on stores; give {{channel: (mean, std)}} for {type(samples).__name__}"
-            )
-        if not here.counted:
-            return Moments.empty(len(self.channels))
-        windows = samples.windows
-        rows = range(windows.first + here.group, windows.first + windows.count, here.groups)
-        reader = GridSlabReader(samples, here.partition, here.rank, 0, ())
-        try:
-            return measure(samples, reader, rows)
-        finally:
-            reader.close()
+        self._ahead: Ahead[Batch] | None = None
 
     # Iterating ----------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Batches of an epoch, the same on every rank."""
+        """Batches of an epoch, the same on every rank; those that are skipped count."""
         return self.order.steps()
 
     def set_epoch(self, epoch: int) -> None:
@@ -211,100 +197,75 @@ class DomainDataLoader:
         if epoch != self._epoch:
             self._epoch, self._consumed, self._start = epoch, 0, 0
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the loader stands: batches handed out count, batches read ahead do not."""
-        return {
-            "epoch": self._epoch,
-            "consumed": self._consumed,
-            "seed": self.order.seed,
-            "samples": self.order.samples,
-        }
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: batches handed out count, batches read ahead do not.
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where `state_dict` was taken: the next iteration gives the rest of that epoch.
+        The state is the same on all ranks and fits any mesh and batch size: what was seen is the beginning of the
+        epoch's order.
+        """
+        return self.order.state(self._epoch, self._consumed)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken: the next iteration gives the rest of that epoch. All ranks call it.
 
         Raises:
-            SampleError: the state is of another data set or seed.
+            SampleError: the state is of another data set or order, or no state.
+            RankDisagreementError: the ranks loaded different states.
         """
-        for name, own in (("seed", self.order.seed), ("samples", self.order.samples)):
-            if state[name] != own:
-                raise SampleError(
-                    f"the state was saved with {name} {state[name]}, this loader has {own}: the order would differ"
-                )
+        self._ranks.together("the state does not fit", lambda: self.order.check(state))
+        self._ranks.same("the ranks' states differ; all must load the same", (state["epoch"], state["consumed"]))
         self._stop()
         self._epoch, self._consumed, self._start = state["epoch"], state["consumed"], state["consumed"]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._stop()
-        order, start = self.order.epoch(self._epoch), self._start
+        epoch, start = self._epoch, self._start
+        self._ranks.same("the ranks' loaders stand at different (epoch, samples seen)", (epoch, start))
+        self._begin()
         self._consumed, self._start = start, 0
-        starts = [start + step * self.order.step for step in range(self.order.steps(start))]
-        batches = [self.order.batch(order, seen, self.placement.group) for seen in starts]
-        ahead = self._iterator = _Ahead(self._read, batches, self.prefetch)
+        order, skips = self.order, self._judge.skips
+        batches = order.batches(epoch, start, self.placement.group)
+        if self._reader.cache is not None:
+            self._reader.expect([*batches, *order.batches(epoch + 1, 0, self.placement.group)])
+        shuffled = order.epoch(epoch)
+        ahead = self._ahead = Ahead(self._batches.read, batches, self.prefetch)
         try:
-            for seen in starts:
-                batch, error = ahead.next()
-                self._raise_together("a batch could not be read", error)
-                assert batch is not None
-                self._consumed = min(seen + self.order.step, self.order.samples)
-                yield self._delivered(batch)
-            if ahead is self._iterator:
-                self._epoch, self._consumed = self._epoch + 1, 0
+            for seen in range(start, start + len(batches) * order.step, order.step):
+                batch = ahead.next()
+                with record_function("shardsets.agree"):
+                    use = self._judge.use(batch, epoch, shuffled[seen : seen + order.step].tolist())
+                self._consumed = min(seen + order.step, order.samples)
+                if use:
+                    self._steps += 1
+                    yield self._delivered(batch.values or {})
+            if ahead is self._ahead:
+                self._epoch, self._consumed = epoch + 1, 0
+            if len(batches) == len(self) == self._judge.skips - skips:
+                raise BatchError(f"every step of epoch {epoch} was skipped: {self._judge.skipped[-1].because[0]}")
         finally:
-            ahead.stop()
+            self._waited += ahead.waited
+            ahead.waited = 0.0
+            ahead.stop(self._cancel)
 
-    def _read(self, indices: list[int]) -> dict[str, Any]:
-        """One batch of this rank's plain tensors, the halo cut off; called in the background."""
-        batch = self._reader.read(indices, dtype=self.dtype, pin=self.device.type == "cuda")
-        if self.statistics is not None:
-            for name in FIELDS:
-                self.statistics.normalize_(batch[name])
-        if self.transform is not None:
-            batch = self.transform({**batch, "slab": self.slab})
-            if not isinstance(batch, dict) or any(name not in batch for name in FIELDS):
-                raise SampleError("transform must return the batch, a dict with 'input' and 'target'")
-            batch.pop("slab", None)
-        for name in FIELDS:
-            batch[name] = self._interior(batch[name], name)
-            self._look_for_nan(batch[name], name, indices)
-        return batch
+    def _begin(self) -> None:
+        """Begin a sequence of reads with the ranks that share them."""
+        self._sequence += 1
+        if self._group is not None:
+            self._group.begin(self._sequence)
 
-    def _interior(self, field: torch.Tensor, name: str) -> torch.Tensor:
-        """The rank's own rows, contiguous."""
-        if tuple(field.shape[2:]) != self.slab.shape:
-            raise SampleError(
-                f"transform returned {name!r} with grid {tuple(field.shape[2:])}; it must keep the slab's "
-                f"{self.slab.shape}, halo included (the loader cuts it off)"
-            )
-        for dim, (below, above) in enumerate(self.slab.halo):
-            if below or above:
-                field = field.narrow(2 + dim, below, self.slab.shape[dim] - below - above)
-        return field.contiguous()
+    def _cancel(self) -> None:
+        if self._group is not None:
+            self._group.cancel()
 
-    def _look_for_nan(self, field: torch.Tensor, name: str, indices: list[int]) -> None:
-        if self.nan == "allow" or not field.is_floating_point():
-            return
-        if isinstance(self.nan, int | float):
-            field.nan_to_num_(nan=float(self.nan), posinf=torch.inf, neginf=-torch.inf)
-            return
-        found = field.isnan()
-        if not found.any():
-            return
-        sample, channel = (int(place) for place in found.flatten(2).any(2).nonzero()[0])
-        label = self.channels[channel % len(self.channels)] if self.transform is None else f"channel {channel}"
-        raise NotANumberError(
-            f"{self._reader.describe(indices[sample])}: {name!r} has NaN in {int(found[sample, channel].sum())} cells "
-            f"of {label!r}. Missing values or a mask? nan='allow' lets them through, nan=0.0 replaces them"
-        )
-
-    def _delivered(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _delivered(self, values: dict[str, Any]) -> dict[str, Any]:
         """On the device, as sharded tensors."""
-        for name in FIELDS:
-            local = batch[name].to(self.device, non_blocking=True)
-            if self.placement.domain is not None:
-                local = ShardTensor(local, self.placement.spec(local, self.samples.spatial))
-            batch[name] = local
-        return batch
+        with record_function("shardsets.deliver"):
+            for name in FIELDS:
+                local = values[name].to(self.device, non_blocking=True)
+                if self.placement.domain is not None:
+                    local = ShardTensor(local, self.placement.spec(local, self.samples.spatial))
+                values[name] = local
+        return values
 
     # Seeing and closing -------------------------------------------------------------------------------------------
 
@@ -313,53 +274,20 @@ class DomainDataLoader:
         """What this rank has read so far, batches read ahead included."""
         return self._reader.reader.stats
 
+    def report(self) -> Report:
+        """What was skipped and filled, bytes, cache hits, time reading and waiting so far; see `Report`."""
+        waited = self._waited + (self._ahead.waited if self._ahead is not None else 0.0)
+        return Report.of(self._judge, self._batches, self.samples, steps=self._steps, waited=waited)
+
     def close(self) -> None:
         """Stop reading ahead and close the files that the loader opened."""
         self._stop()
         self._reader.close()
+        if self._group is not None:
+            self._group.close()
         self.samples.close()
 
     def _stop(self) -> None:
-        if self._iterator is not None:
-            self._iterator.stop()
-            self._iterator = None
-
-
-def _only_defaults(**arguments: Any) -> None:
-    given = [name for name, value in arguments.items() if value is not None]
-    if given:
-        raise SampleError(f"{given} choose from a store, but the source is a sample set: make those choices there")
-
-
-class _Ahead:
-    """Reads batches one after the other on a background thread, at most ``ahead`` before they are asked for."""
-
-    def __init__(self, read: Callable[[list[int]], dict[str, Any]], batches: list[list[int]], ahead: int) -> None:
-        self._read, self._waiting = read, deque(batches)
-        self._ahead = ahead
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardsets-ahead") if ahead else None
-        self._flying: deque[Future[dict[str, Any]]] = deque()
-        self._fill()
-
-    def _fill(self) -> None:
-        while self._pool is not None and self._waiting and len(self._flying) < self._ahead:
-            self._flying.append(self._pool.submit(self._read, self._waiting.popleft()))
-
-    def next(self) -> tuple[dict[str, Any] | None, Exception | None]:
-        """The next batch, or what went wrong with it."""
-        try:
-            if self._pool is None:
-                return self._read(self._waiting.popleft()), None
-            batch = self._flying.popleft().result()
-            self._fill()
-            return batch, None
-        except Exception as error:
-            error.add_note("".join(traceback.format_exception(error)[-2:]))
-            return None, error
-
-    def stop(self) -> None:
-        """Drop what was read ahead, and wait for the read that runs."""
-        self._waiting.clear()
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._flying.clear()
+        if self._ahead is not None:
+            self._ahead.stop(self._cancel)
+            self._ahead = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +49,33 @@ class Order:
                 f"drop_last=False"
             )
 
+    def state(self, epoch: int, consumed: int) -> dict[str, Any]:
+        """What `check` accepts: where a loader stands after so many samples of an epoch."""
+        return {
+            "epoch": epoch,
+            "consumed": consumed,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "samples": self.samples,
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise SampleError if a saved state is not of this order: what it says was seen would be something else."""
+        missing = [name for name in ("epoch", "consumed", "seed", "samples") if name not in state]
+        if missing:
+            raise SampleError(f"this is no state of a loader: it has no {missing}, only {sorted(state)}")
+        for name in ("seed", "samples", "shuffle"):
+            own = getattr(self, name)
+            if state.get(name, own) != own:
+                raise SampleError(
+                    f"the state was saved with {name} {state[name]}, this loader has {own}: the order would differ"
+                )
+        if not 0 <= state["consumed"] <= self.samples or state["epoch"] < 0:
+            raise SampleError(
+                f"the state says epoch {state['epoch']} and {state['consumed']} samples seen, of {self.samples}; it is "
+                f"damaged"
+            )
+
     @property
     def step(self) -> int:
         """Samples of one step, all groups together."""
@@ -63,6 +92,14 @@ class Order:
         """Steps of an epoch that are left once ``consumed`` samples were seen; the same for all groups."""
         left = max(0, self.samples - consumed)
         return left // self.step if self.drop_last else -(-left // self.step)
+
+    def batches(self, epoch: int, consumed: int, group: int) -> list[list[int]]:
+        """The samples of one group in every step of an epoch that is left once ``consumed`` samples were seen."""
+        order, steps = self.epoch(epoch), self.steps(consumed)
+        full = min(steps, (self.samples - consumed) // self.step)
+        dealt = order[consumed : consumed + full * self.step].reshape(full, self.groups, self.batch_size)[:, group]
+        rest = [self.batch(order, consumed + step * self.step, group) for step in range(full, steps)]
+        return [*dealt.tolist(), *rest]
 
     def batch(self, order: np.ndarray[tuple[int], np.dtype[np.int64]], consumed: int, group: int) -> list[int]:
         """The samples of one group in the step that follows ``consumed`` samples."""

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardio.cache import CacheStats
 from shardsets.bad import BadData, Skipped
+from shardsets.batches import Batches
+from shardsets.judge import Judge
+from shardsets.samples import SampleSet
 
 __all__ = ["Report"]
 
@@ -50,6 +54,32 @@ class Report:
     seconds_reading: float
     seconds_waiting: float
     reading: Mapping[str, str]
+
+    @classmethod
+    def of(cls, judge: Judge, batches: Batches, samples: SampleSet, *, steps: int, waited: float) -> Report:
+        """What these have counted so far."""
+        reader = batches.reader
+        read = reader.reader.stats
+        cached = CacheStats() if reader.cache is None else reader.cache.stats
+        return cls(
+            rank=judge.ranks.rank,
+            steps=steps,
+            skips=judge.skips,
+            fills=judge.fills,
+            skipped=tuple(judge.skipped),
+            filled=tuple(judge.filled),
+            left_out=samples.left_out,
+            bytes_needed=read.bytes_needed,
+            bytes_fetched=read.bytes_stored if read.bytes_stored or not read.bytes_fetched else None,
+            bytes_decoded=read.bytes_fetched,
+            chunks=read.chunks,
+            cache_hits=cached.hits,
+            cache_misses=cached.misses,
+            cache_bytes=cached.bytes_held,
+            seconds_reading=batches.seconds,
+            seconds_waiting=waited,
+            reading=reader.modes(),
+        )
 
     @property
     def hit_rate(self) -> float:

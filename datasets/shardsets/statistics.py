@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from shardsets.agreement import Agreement
 from shardsets.errors import SampleError
 from shardsets.grid import GridSamples
-from shardsets.slabs import GridSlabReader
+from shardsets.placement import Placement
+from shardsets.samples import SampleSet
 
-__all__ = ["ChannelStatistics", "Moments", "given_statistics", "measure"]
+__all__ = ["ChannelStatistics", "Moments", "agreed_statistics", "given_statistics"]
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,9 @@ class Moments:
 
     @classmethod
     def of(cls, field: torch.Tensor) -> Moments:
-        """Of the values of [steps, channels, ...] that are not NaN."""
+        """Of the values of [steps, channels, ...] that are finite."""
         values = field.transpose(0, 1).flatten(1).double()
-        there = ~values.isnan()
+        there = values.isfinite()
         count = there.sum(1).double()
         mean = torch.where(there, values, 0.0).sum(1) / count.clamp(min=1)
         squares = torch.where(there, values - mean[:, None], 0.0).square().sum(1)
@@ -133,9 +135,48 @@ class Moments:
         return ChannelStatistics(tuple(channels), tuple(mean.tolist()), tuple(std.tolist()))
 
 
-def measure(samples: GridSamples, reader: GridSlabReader, rows: Sequence[int]) -> Moments:
-    """The moments of this rank's slab at the given rows of the time axis, one time in memory at once."""
+def agreed_statistics(
+    given: Any, samples: SampleSet, here: Placement, ranks: Agreement, **how: Any
+) -> ChannelStatistics | None:
+    """The statistics that the user gives, or asks for with "compute"; on all ranks the same.
+
+    Args:
+        given: see `DomainDataLoader`.
+        samples: the data set.
+        here: this rank's part.
+        ranks: all ranks.
+        how: keyword arguments of `SampleSet.slab_reader`.
+    """
+    if given is None:
+        return None
+    if given != "compute":
+        return ranks.together("statistics do not fit", lambda: given_statistics(given, samples))
+    mine = ranks.together("statistics could not be computed", lambda: _measured(samples, here, how))
+    total = Moments.empty(len(samples.channels))
+    for part in ranks.facts(mine).values():
+        total.merge(part)
+    return ranks.together("statistics do not fit", lambda: total.statistics(samples.channels))
+
+
+def _measured(samples: SampleSet, here: Placement, how: dict[str, Any]) -> Moments:
+    """The moments of this rank's rows, times dealt to the data groups, one time in memory at once."""
+    if not isinstance(samples, GridSamples):
+        raise SampleError(
+            f"statistics='compute' works on stores; give {{channel: (mean, std)}} for {type(samples).__name__}"
+        )
     moments = Moments.empty(len(samples.channels))
-    for row in rows:
-        moments.merge(Moments.of(reader.read_times([[row]], dtype=torch.float32)[0]))
+    if not here.counted and how.get("group") is None:  # nobody waits for the reads of this rank
+        return moments
+    windows = samples.windows
+    rows = range(windows.first + here.group, windows.first + windows.count, here.groups)
+    reader = samples.slab_reader(here.partition, here.rank, 0, (), **how)
+    try:
+        if reader.cache is not None:
+            reader.cache.expect([[row] for row in rows])
+        for row in rows:
+            field = reader.read_times([[row]], dtype=torch.float32)[0]
+            if here.counted:
+                moments.merge(Moments.of(field))
+    finally:
+        reader.close()
     return moments
