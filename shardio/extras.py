@@ -14,6 +14,8 @@ EXTRAS: dict[str, tuple[str, str, str]] = {
     "scipy.io": ("scipy", "netcdf", "NetCDF-3 files"),
     "cftime": ("cftime", "netcdf", "calendars such as 360_day and noleap"),
     "matplotlib": ("matplotlib", "plot", "pictures of plans"),
+    "obstore": ("obstore", "remote", "HTTP and object stores"),
+    "icechunk": ("icechunk", "icechunk", "Icechunk repositories"),
     "cfgrib": ("cfgrib", "grib", "GRIB files"),
 }
 

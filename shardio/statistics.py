@@ -1,7 +1,7 @@
 """Mean, standard deviation and range of every variable (and level), skipping missing values, in one pass by dask.
 
-Every chunk is read once. Each block's sums are taken about the block's own mean in float64 and merged by Chan's formula, so a large mean does
-not swallow a small deviation.
+Every chunk is read once. Each block's sums are taken about the block's own mean in float64 and merged by Chan's
+formula, so a large mean does not swallow a small deviation.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+
 from shardio.box import Box, Span, shape_of
 from shardio.cf import Grid, find_grid
 from shardio.errors import DimensionError
@@ -116,7 +117,7 @@ class Statistics:
         """Read what `to_json` wrote. Raises ValueError if the file holds something else."""
         content = json.loads(Path(path).read_text())
         if not isinstance(content, dict) or content.get("version") != VERSION:
-            raise ValueError(f"{path} holds no statistics of version {VERSION}; write it anew with: shardio stats STORE")
+            raise ValueError(f"{path} holds no statistics of version {VERSION}; write it with: shardio stats STORE")
         return cls({name: _entry(values) for name, values in content["variables"].items()})
 
 

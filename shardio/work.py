@@ -68,23 +68,24 @@ def run(
             calls = [delayed(partial(_counted, function, store, part, count), pure=False)() for part in batch]
             yield from compute_all(*calls, scheduler="threads", num_workers=threads)
         return
-    from distributed import Client, as_completed  # half a second to import
+    from distributed import Client  # half a second to import
 
     try:
         client = Client(cluster.scheduler, timeout=CONNECT_S, set_as_default=False)
     except (OSError, ValueError) as error:
         raise ClusterError(
-            f"no dask scheduler answers at {cluster.scheduler!r}: {error}; check the address, or leave it out to work here"
+            f"no dask scheduler answers at {cluster.scheduler!r}: {error}; check the address, or leave it out"
         ) from error
     with client:
         for batch in batches:
             futures = client.map(partial(_by_worker, function, cluster.source, cluster.missing), batch, pure=False)
-            for future in as_completed(futures):
-                if future.status == "error":
-                    client.cancel(futures)
-                    future.result()
-                count()
-            yield from client.gather(futures)
+            try:
+                for future in futures:
+                    result = future.result()
+                    count()
+                    yield result
+            finally:  # after an error, the others need not be done
+                client.cancel(futures)
 
 
 class _Count:

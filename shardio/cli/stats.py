@@ -1,0 +1,74 @@
+"""`shardio stats`: mean, standard deviation and range of every channel, written to a JSON file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from shardio.cf import Grid, find_grid
+from shardio.cli.shell import (
+    MissingOption,
+    Scheduler,
+    StoreArgument,
+    Threads,
+    Variables,
+    cluster,
+    console,
+    opened,
+    progress,
+    say,
+)
+from shardio.errors import DimensionError
+from shardio.statistics import VariableStatistics, compute
+
+
+def stats(
+    source: StoreArgument,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: STORE's name + .stats.json.")] = None,
+    variables: Variables = None,
+    start: Annotated[int | None, typer.Option(help="First time step that counts.")] = None,
+    stop: Annotated[int | None, typer.Option(help="Time step before which to stop.")] = None,
+    threads: Threads = None,
+    scheduler: Scheduler = None,
+    missing: MissingOption = "raise",
+) -> None:
+    """Compute mean, standard deviation and range of every variable and level, and write them to a JSON file.
+
+    Every chunk is read once. Missing and infinite values do not count, and are counted.
+    """
+    with opened(source, missing) as store:
+        grid = find_grid(store, variables=variables)
+        if grid.time is None and (start is not None or stop is not None):
+            raise DimensionError("--start and --stop choose time steps, but the store has no time dim; leave them out")
+        with progress("reading") as done:
+            found = compute(
+                store,
+                grid=grid,
+                time=None if start is None and stop is None else slice(start, stop),
+                threads=threads,
+                cluster=cluster(scheduler, source, missing),
+                done=done,
+            )
+    table = Table("channel", "values", "mean", "std", "minimum", "maximum", "missing", "infinite")
+    for name, entry in found.variables.items():
+        _row(table, name, entry)
+        for label, level in zip(level_labels(grid, len(entry.levels)), entry.levels, strict=True):
+            _row(table, f"  {name}_{label}", level)
+    console().print(table)
+    path = output or Path(f"{Path(source.partition('?')[0].rstrip('/')).name}.stats.json")
+    found.to_json(path)
+    say(f"written to {path}")
+
+
+def _row(table: Table, label: str, entry: VariableStatistics) -> None:
+    numbers = (entry.mean, entry.std, entry.minimum, entry.maximum)
+    counts = (entry.missing, entry.infinite)
+    table.add_row(label, str(entry.count), *(f"{number:.6g}" for number in numbers), *map(str, counts))
+
+
+def level_labels(grid: Grid, count: int) -> list[str]:
+    """The levels as channel names have them: by value, or by number where there is no coordinate."""
+    return [f"{at if grid.levels is None else grid.levels[at]:g}" for at in range(count)]
