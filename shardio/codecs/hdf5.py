@@ -60,6 +60,11 @@ class FilteredPipeline(Pipeline):
         self._raw = RawPipeline(shape, self.dtype, swap=swap)
         self._blosc = BloscPipeline(shape, self.dtype, swap=swap) if BLOSC in filters else None
 
+    @property
+    def in_parts(self) -> bool:
+        """Can chunks be read in parts, apart from those that a filter was not applied to?"""
+        return not self._filters or self._blosc is not None
+
     def block(self, extent: Extent) -> int | None:
         """See Pipeline.block."""
         parts = self._in_parts(extent)

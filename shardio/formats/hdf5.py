@@ -1,8 +1,7 @@
-"""HDF5 and NetCDF-4 through h5py: contiguous, chunked and virtual datasets, filters, dimension scales."""
+"""HDF5 and NetCDF-4: structure through h5py, values from the file's bytes where their storage is known, else h5py."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,11 @@ import numpy as np
 
 from shardio import extras
 from shardio.box import Box, Span, shape_of, slices
+from shardio.bytes import LocalBytes
+from shardio.chunked import missing_chunk
 from shardio.decode import NETCDF_FILL
 from shardio.errors import CorruptChunkError, MissingChunkError, MissingFilterError, StoreNotFoundError
+from shardio.formats.hdf5_chunks import ChunkTable, StoredSource, file_of, pipeline_of
 from shardio.location import is_url, local_path
 from shardio.source import Format, Missing, Source, Store
 
@@ -26,26 +28,27 @@ NON_COORDINATE = "_nc4_non_coord_"
 """Put by NetCDF-4 before the name of a variable that is called like a dim without being its coordinate."""
 MAX_CHUNK_CACHE = 64 << 20
 """Largest chunk cache, in bytes, that is opened for one dataset."""
+CACHE_SLOTS = 12421
+"""Entries of such a cache, far more than chunks, since two chunks for one entry drive each other out; a prime."""
 
 
 class Hdf5Source(Source):
-    """One HDF5 dataset, its handle held open; h5py lets one thread at a time into the HDF5 library."""
+    """One HDF5 dataset read by HDF5, its handle held open; h5py lets one thread at a time into that library."""
 
     def __init__(self, name: str, dataset: h5py.Dataset, dims: tuple[str, ...], strict: bool) -> None:
-        self._dataset = dataset
-        attrs = attributes(dataset)
         super().__init__(
             name,
             dims=dims,
             shape=dataset.shape,
             chunks=dataset.chunks or dataset.shape,
             dtype=dataset.dtype,
-            attrs=attrs,
+            attrs=attributes(dataset),
             block=int(dataset.chunks is None),
             default_missing=_default_missing(dataset),
         )
-        # One element that equals the fill value cannot mislead (see formats/zarr.py).
-        self._strict = strict and not (len(self.shape) <= 1 and math.prod(self.chunks) == 1)
+        self._dataset = dataset
+        self._table = ChunkTable(dataset) if dataset.chunks is not None else None
+        self._strict = strict
         self._sources = _virtual_sources(dataset) if strict and dataset.is_virtual else []
 
     def read_into(self, box: Box, out: np.ndarray[Any, Any]) -> None:
@@ -63,28 +66,17 @@ class Hdf5Source(Source):
         """Raise MissingChunkError if anything under the box was never written, or its source file is gone."""
         for within, problem in self._sources:
             if all(a.start < b.stop and b.start < a.stop for a, b in zip(box, within, strict=True)):
-                raise self._missing(f"rows {[tuple(span) for span in within]}: {problem}")
-        if self._dataset.chunks is None:
-            if (
-                not self._dataset.is_virtual
-                and self._dataset.external is None
-                and not self._dataset.id.get_storage_size()
-            ):
-                raise self._missing("the dataset was never written")
-            return
-        numbers = (
-            range(span.start // chunk, -(-span.stop // chunk)) for span, chunk in zip(box, self.chunks, strict=True)
-        )
-        for number in itertools.product(*numbers):
-            start = tuple(at * chunk for at, chunk in zip(number, self.chunks, strict=True))
-            if self._dataset.id.get_chunk_info_by_coord(start).byte_offset is None:
-                raise self._missing(f"chunk {number} was never written")
-
-    def _missing(self, what: str) -> MissingChunkError:
-        return MissingChunkError(
-            f"{self.name!r} in {self._dataset.file.filename}: {what}; restore it, or open the store with "
-            f"open_store(..., missing='fill') to read the dataset's fill value there"
-        )
+                raise MissingChunkError(
+                    f"{self.name!r} in {self._dataset.file.filename}: rows {[tuple(span) for span in within]}: "
+                    f"{problem}; restore it, or open the store with open_store(..., missing='fill') to read the "
+                    f"dataset's fill value there"
+                )
+        where = f"in {self._dataset.file.filename}"
+        if self._table is not None:
+            for number in self._table.missing(box):
+                raise missing_chunk(f"{number} of {self.name!r} {where}")
+        elif not (self._dataset.is_virtual or self._dataset.external or self._dataset.id.get_storage_size()):
+            raise missing_chunk(f"{self.name!r}, all there is of it, {where}")
 
 
 def open_hdf5(
@@ -113,18 +105,38 @@ def open_hdf5(
     else:
         root = _open(local_path(source))
         closers = [root.close]
-    at = root[group]
+    at = root[group.strip("/")] if group.strip("/") else root
     url = str(source) if isinstance(source, (str, Path)) else str(root.file.filename)
-    sources = {}
+    path = file_of(root.file)
+    stored = LocalBytes(path.parent) if path is not None else None
+    sources: dict[str, Source] = {}
     datasets = dict(sorted(_datasets(at, "", frozenset())))
     names: dict[Any, str] = {}  # a dataset that links give several names has the first of them as a dim
-    for name, dataset in datasets.items():
-        names.setdefault(_address(dataset), name.rsplit("/", 1)[-1])
-    for name, dataset in datasets.items():
+    addresses = {name: _address(dataset) for name, dataset in datasets.items()}
+    for name in datasets:
+        names.setdefault(addresses[name], name.rsplit("/", 1)[-1])
+    own_file = h5py.h5o.get_info(at.id).fileno
+    for name in list(datasets):
+        dataset = datasets.pop(name)
         if dataset.shape is None or _text(dataset.attrs.get("NAME", "")).startswith(NO_VARIABLE):
             continue
-        _check_filters(name, dataset, url)
-        sources[name] = Hdf5Source(name, _with_cache(dataset), _dims(dataset, names), strict=missing == "raise")
+        # One element that equals the fill value cannot mislead (see formats/zarr.py).
+        single = len(dataset.shape) <= 1 and math.prod(dataset.chunks or dataset.shape) == 1
+        strict, dims = missing == "raise" and not single, _dims(dataset, names)
+        found = pipeline_of(dataset) if stored is not None and addresses[name][0] == own_file else None
+        if found is None or stored is None or path is None:
+            _check_filters(name, dataset, url)
+            cache, file, inside = _cache_size(dataset), dataset.file.id, dataset.name.encode()
+            if cache:
+                del dataset  # a new size takes effect once no handle is left
+                dataset = h5py.Dataset(h5py.h5d.open(file, inside, _access(cache)))
+            sources[name] = Hdf5Source(name, dataset, dims, strict)
+        else:
+            library = Hdf5Source(name, dataset, dims, strict)
+            missing_value = _default_missing(dataset)
+            sources[name] = StoredSource(library, dataset, *found, stored, path.name, strict, missing_value)
+    if stored is not None:
+        closers.append(stored.close)
     return Store(url, sources, attributes(at), "hdf5", tuple(closers))
 
 
@@ -166,19 +178,23 @@ def _datasets(group: h5py.Group, prefix: str, above: frozenset[Any]) -> Iterator
             yield from _datasets(node, f"{prefix}{key}/", above | {group.id})
 
 
-def _with_cache(dataset: h5py.Dataset) -> h5py.Dataset:
-    """The dataset reopened with a chunk cache that holds one of its chunks, so that rows of it decode once."""
+def _cache_size(dataset: h5py.Dataset) -> int:
+    """Bytes of a chunk cache for one step along the first dim, so that the next step finds it there; 0: HDF5's own.
+
+    Where that is too much, it is one chunk, so that at least the rows of it are decoded together.
+    """
     if dataset.chunks is None:
-        return dataset
-    size = math.prod(dataset.chunks) * dataset.dtype.itemsize
-    if not (1 << 20) < size <= MAX_CHUNK_CACHE:
-        return dataset
+        return 0
+    chunk = math.prod(dataset.chunks) * dataset.dtype.itemsize
+    step = chunk * math.prod(-(-size // n) for size, n in zip(dataset.shape[1:], dataset.chunks[1:], strict=True))
+    size = step if dataset.chunks[0] > 1 and step <= MAX_CHUNK_CACHE else chunk
+    return size + 1 if dataset.id.get_access_plist().get_chunk_cache()[1] < size <= MAX_CHUNK_CACHE else 0
+
+
+def _access(cache: int) -> Any:
     access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
-    access.set_chunk_cache(521, size + 1, 1.0)
-    path = dataset.name.encode()
-    file = dataset.file.id
-    del dataset
-    return h5py.Dataset(h5py.h5d.open(file, path, access))
+    access.set_chunk_cache(CACHE_SLOTS, cache, 1.0)
+    return access
 
 
 def _check_filters(name: str, dataset: h5py.Dataset, url: str) -> None:
@@ -203,7 +219,8 @@ def _default_missing(dataset: h5py.Dataset) -> float | None:
     """The NetCDF library's own fill value, if the dataset was made with it."""
     if dataset.dtype.kind != "f" or dataset.is_virtual:
         return None
-    return NETCDF_FILL if dataset.fillvalue == np.asarray(NETCDF_FILL).astype(dataset.dtype) else None
+    with np.errstate(over="ignore"):  # no float16 is as large
+        return NETCDF_FILL if dataset.fillvalue == np.asarray(NETCDF_FILL).astype(dataset.dtype) else None
 
 
 def _address(dataset: h5py.Dataset) -> tuple[int, int]:
