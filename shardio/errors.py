@@ -17,6 +17,8 @@ ShardIOError
   ReadError             (OSError)              reading failed
     MissingChunkError   (FileNotFoundError)    a stored chunk is absent
     CorruptChunkError   (OSError)              a stored chunk cannot be decoded
+    NotAllowedError     (PermissionError)      the server or system does not allow it to be read
+  OutsideStoreError     (PermissionError)      a reference leads out of the store
   RankLostError         (ConnectionError)      a rank that shares the reading has ended
   RankTimeoutError      (TimeoutError)         a rank that shares the reading is too slow
   ReadCancelledError    (RuntimeError)         a rank has ended its iteration while others read on
@@ -94,6 +96,14 @@ class MissingChunkError(ReadError, FileNotFoundError):
 
 class CorruptChunkError(ReadError):
     """A chunk is in the store but cannot be decoded."""
+
+
+class NotAllowedError(ReadError, PermissionError):
+    """A stored object may not be read; whether it is there is not told."""
+
+
+class OutsideStoreError(ShardIOError, PermissionError):
+    """What a store refers to lies outside it, and was not allowed."""
 
 
 class RankLostError(ShardIOError, ConnectionError):

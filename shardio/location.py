@@ -1,8 +1,9 @@
-"""Where a source lies: local path or URL."""
+"""Where a source lies: local path or URL; and how a URL is shown without what it keeps secret."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,35 @@ from typing import Any
 def is_url(source: Any) -> bool:
     """Is this text with a scheme other than file:// ?"""
     return isinstance(source, str) and "://" in source and not source.startswith("file://")
+
+
+CONTAINER = ("abfs", "abfss", "az", "azure", "adl", "wasb", "wasbs")
+"""Schemes that name a container, not a user, before the "@"."""
+_CHAIN = re.compile(r"::(?=[A-Za-z][\w+.-]*(?:::|://|$))")
+_PARTS = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*)://(?P<host>[^/?#]*)(?P<path>[^?#]*)")
+
+
+def visible(source: Any) -> str:
+    """A path or URL as errors, logs and state may show it: without user, password, query and fragment.
+
+    Whatever else is given (an opened store) is named by its type. Chained URLs ("simplecache::https://...") too.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        return f"<{type(source).__name__}>"
+    text = os.fspath(source)
+    return "::".join(map(_visible, _CHAIN.split(text))) if "://" in text else text
+
+
+def _visible(url: str) -> str:
+    found = _PARTS.match(url)
+    if found is None:
+        return url
+    scheme, host, path = found["scheme"], found["host"], found["path"]
+    if scheme.lower() not in CONTAINER:
+        host = host.rpartition("@")[2]
+    if re.search(r":(?!\d*$)", re.sub(r"^\[[^]]*\]", "", host)):  # a password with "?", "#" or "/" ended the host early
+        return f"{scheme}://..."
+    return f"{scheme}://{host}{path}"
 
 
 def local_path(source: str | os.PathLike[str]) -> Path:

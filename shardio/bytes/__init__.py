@@ -2,5 +2,6 @@
 
 from shardio.bytes.base import ByteStore
 from shardio.bytes.local import LocalBytes
+from shardio.bytes.remote import RemoteBytes
 
-__all__ = ["ByteStore", "LocalBytes"]
+__all__ = ["ByteStore", "LocalBytes", "RemoteBytes"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardio.bytes.base import ByteStore
-from shardio.errors import CorruptChunkError, ReadError
+from shardio.errors import CorruptChunkError, NotAllowedError, ReadError
 
 HELD = 128
 """Descriptors that one store holds open."""
@@ -66,7 +66,16 @@ class LocalBytes(ByteStore):
 
     def read_into(self, key: str, start: int, into: memoryview) -> bool:
         """See ByteStore.read_into."""
-        return self.read_ranges(key, ((start, start + len(into)),), (into,))
+        file, done = self._take(key), 0
+        if file is None:
+            return False
+        try:
+            done = self._fill(file, start, [into], key)
+        finally:
+            self._give(file, done)
+        if done < len(into):
+            raise self._truncated(key, start, start + len(into), done)
+        return True
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]], into: Sequence[memoryview]) -> bool:
         """See ByteStore.read_ranges."""
@@ -83,10 +92,7 @@ class LocalBytes(ByteStore):
                 done = self._fill(file, start, list(into[at:after]), key)
                 total += done
                 if done < stop - start:
-                    raise CorruptChunkError(
-                        f"{key!r} in {self.url} ends at byte {start + done}, but bytes {start} to {stop} are needed: "
-                        f"it is truncated; restore it"
-                    )
+                    raise self._truncated(key, start, stop, done)
                 at = after
             return True
         finally:
@@ -96,6 +102,11 @@ class LocalBytes(ByteStore):
         """See ByteStore.folders."""
         with os.scandir(self._folder + prefix) as found:
             return [entry.name for entry in found if entry.is_dir()]
+
+    def _truncated(self, key: str, start: int, stop: int, done: int) -> CorruptChunkError:
+        return CorruptChunkError(
+            f"{key!r} in {self.url} ends at byte {start + done}, but bytes {start} to {stop} are needed: it is truncated"
+        )
 
     def close(self) -> None:
         """Close the descriptors; a read after this opens its own."""
@@ -114,9 +125,8 @@ class LocalBytes(ByteStore):
                 except (FileNotFoundError, NotADirectoryError):
                     return None
                 except OSError as error:
-                    raise ReadError(
-                        f"{key!r} in {self.url} cannot be opened: {error}; check its permissions"
-                    ) from error
+                    kind = NotAllowedError if isinstance(error, PermissionError) else ReadError
+                    raise kind(f"{key!r} in {self.url} cannot be opened: {error}; check its permissions") from error
             file.users += 1
             self._files[key] = file  # the last one used comes last
             if len(self._files) > self._held:
@@ -161,7 +171,7 @@ class LocalBytes(ByteStore):
 
 
 def _preadv(descriptor: int, start: int, into: list[memoryview]) -> int:
-    wanted = sum(map(len, into))
+    wanted = len(into[0]) if len(into) == 1 else sum(map(len, into))
     done = os.preadv(descriptor, into, start)
     while 0 < done < wanted:  # a signal, or more than 2 GiB
         rest, skip = [], done

@@ -10,13 +10,14 @@ from typing import Any
 
 import zarr
 from zarr.abc.store import Store as ZarrStore
-from zarr.storage import FsspecStore, LocalStore, ZipStore
+from zarr.storage import LocalStore, ZipStore
 
-from shardio.bytes import ByteStore, LocalBytes
-from shardio.errors import StoreNotFoundError, UnknownFormatError
+from shardio.bytes import ByteStore, LocalBytes, RemoteBytes
+from shardio.errors import NotAllowedError, StoreNotFoundError, UnknownFormatError
+from shardio.formats.zarr_bytes import ZarrOfBytes
 from shardio.formats.zarr_chunks import zarr_chunks
 from shardio.formats.zarr_library import CheckedStore, ZarrSource
-from shardio.location import is_url, local_path
+from shardio.location import is_url, local_path, visible
 from shardio.source import Format, Missing, Source, Store
 
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
@@ -33,27 +34,26 @@ def open_zarr(
     Args:
         source: path, URL, zarr store, zarr group or zarr array.
         missing: see open_store.
-        storage_options: passed to fsspec for URLs.
+        storage_options: for URLs; see RemoteBytes.
         group: path of the group to open, "" for the root.
     """
     if isinstance(source, (zarr.Group, zarr.Array)):
-        base, inside = source.store, source.path
+        base, own, inside = source.store, None, source.path
     else:
-        base, inside = _base(source, storage_options), ""
+        (base, own), inside = _base(source, storage_options), ""
     path = "/".join(part for part in (inside, group.strip("/")) if part)
-    url = str(source) if isinstance(source, (str, Path)) else str(base)
+    url = visible(source) if isinstance(source, (str, Path)) else str(base)
     strict = missing == "raise"
     found: dict[str, Source | None] = {}
     attrs: dict[str, Any] = {}
-    local = LocalBytes(local_path(source)) if isinstance(source, (str, Path)) and isinstance(base, LocalStore) else None
-    if local is not None:
-        found, attrs = _own(local, path, strict)
+    if own is not None:
+        found, attrs = _own(own, path, strict)
     sources: dict[str, Source] = {name: array for name, array in found.items() if array is not None}
     if not found or len(sources) < len(found):
         library, attrs = _by_library(CheckedStore(base), path, url, strict)
         sources = {**library, **sources}
     closers = (base.close,) if isinstance(source, (str, Path)) else ()
-    return Store(url, sources, attrs, "zarr", closers if local is None else (*closers, local.close))
+    return Store(url, sources, attrs, "zarr", closers if own is None else (*closers, own.close))
 
 
 def _own(store: ByteStore, path: str, strict: bool) -> tuple[dict[str, Source | None], dict[str, Any]]:
@@ -79,16 +79,38 @@ def read_nodes(store: ByteStore, path: str) -> Nodes:
     Raises KeyError if there is no node, ValueError if its metadata is no JSON.
     """
     prefix = f"{path}/" if path else ""
+    refused: NotAllowedError | None = None
+    for version in (_v3_tree, _v2_consolidated, _v2_tree):
+        try:
+            nodes = version(store, prefix)
+        except NotAllowedError as error:  # S3 says so of what is absent, too, to those who may not list
+            refused = refused or error
+            continue
+        if nodes is not None:
+            return nodes
+    raise KeyError(prefix) if refused is None else refused
+
+
+def _v3_tree(store: ByteStore, prefix: str) -> Nodes | None:
     root = _json(store, f"{prefix}zarr.json")
-    if root is not None:
-        kept = root.get("consolidated_metadata")
-        if kept and kept.get("kind", "inline") == "inline":
-            return {**kept["metadata"], "": root}
-        return _walk(store, prefix, {"": root}) if root["node_type"] == "group" else {"": root}
+    if root is None:
+        return None
+    kept = root.get("consolidated_metadata")
+    if kept and kept.get("kind", "inline") == "inline":
+        return {**kept["metadata"], "": root}
+    return _walk(store, prefix, {"": root}) if root["node_type"] == "group" else {"": root}
+
+
+def _v2_consolidated(store: ByteStore, prefix: str) -> Nodes | None:
     kept = _json(store, f"{prefix}.zmetadata")
-    if kept is not None:
-        return _v2_nodes(kept["metadata"])
-    root = _v2_node(store, prefix)
+    return None if kept is None else _v2_nodes(kept["metadata"])
+
+
+def _v2_tree(store: ByteStore, prefix: str) -> Nodes | None:
+    try:
+        root = _v2_node(store, prefix)
+    except KeyError:
+        return None
     return _walk(store, prefix, {"": root}) if "shape" not in root else {"": root}
 
 
@@ -150,14 +172,17 @@ def _by_library(checked: CheckedStore, path: str, url: str, strict: bool) -> tup
     return {name: ZarrSource(name, array, url, strict) for name, array in arrays}, dict(node.attrs.asdict())
 
 
-def _base(source: Any, storage_options: dict[str, Any] | None) -> ZarrStore:
-    """The zarr store behind a path or URL."""
+def _base(source: Any, storage_options: dict[str, Any] | None) -> tuple[ZarrStore, ByteStore | None]:
+    """The zarr store behind a path or URL, and what its chunks are read from where the zarr library is not needed."""
     if isinstance(source, ZarrStore):
-        return source
+        return source, None
     if is_url(source):
-        return FsspecStore.from_url(str(source), storage_options=storage_options, read_only=True)
+        remote = RemoteBytes(str(source), storage_options)
+        return ZarrOfBytes(remote), remote
     path = local_path(source)
-    return ZipStore(path, mode="r", read_only=True) if path.is_file() else LocalStore(path, read_only=True)
+    if path.is_file():
+        return ZipStore(path, mode="r", read_only=True), None
+    return LocalStore(path, read_only=True), LocalBytes(path)
 
 
 def _looks_like_zarr(source: Any) -> bool:
