@@ -21,17 +21,23 @@ def stretches(box: Box, shape: Sequence[int]) -> tuple[Array, int, int]:
         The first element of each stretch, ascending; how many elements each has; the dim along which it runs (the
         dims after it are read whole).
     """
-    along = max(len(shape) - 1, 0)
-    while along > 0 and box[along].size == shape[along]:
+    along, inner = max(len(shape) - 1, 0), 1
+    while along > 0 and box[along] == (0, shape[along]):
+        inner *= shape[along]
         along -= 1
-    inner = math.prod(shape[along + 1 :])
-    size = box[along].size * inner if shape else 1
-    starts = np.asarray([box[along].start * inner if shape else 0])
-    step = inner * shape[along] if shape else 1
+    if not shape:
+        return np.zeros(1, np.int64), 1, 0
+    size = box[along].size * inner
+    starts: Any = box[along].start * inner  # a number as long as there is one stretch
+    step = inner * shape[along]
     for dim in range(along - 1, -1, -1):
-        starts = (np.arange(*box[dim])[:, None] * step + starts).ravel()
+        first, last = box[dim]
+        if last - first == 1:
+            starts = starts + first * step
+        else:
+            starts = np.add.outer(np.arange(first * step, last * step, step), starts).ravel()
         step *= shape[dim]
-    return starts, size, along
+    return starts if isinstance(starts, np.ndarray) else np.array([starts]), size, along
 
 
 def touched(starts: Array, size: int, block: int) -> list[tuple[int, int]]:

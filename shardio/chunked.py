@@ -73,10 +73,12 @@ class ChunkedSource(Source):
 
     def read_counted(self, box: Box, out: np.ndarray[Any, Any], share: Share = in_turn) -> Counted:
         """See Source.read_counted. Several chunks, and parts of a large one, are read at once."""
-        numbers = list(self.numbers(box))
-        if len(numbers) == 1:
-            return self._read_chunk(numbers[0], box, out, share)
-        return sum(share([partial(self._read_chunk, number, box, out, share) for number in numbers]), Counted())
+        first = tuple([span[0] // size for span, size in zip(box, self.chunks, strict=True)])
+        last = tuple([(span[1] - 1) // size for span, size in zip(box, self.chunks, strict=True)])
+        if first == last:
+            return self._read_chunk(first, box, out, share) if out.size else Counted()
+        jobs = [partial(self._read_chunk, number, box, out, share) for number in self.numbers(box)]
+        return sum(share(jobs), Counted())
 
     def numbers(self, box: Box) -> Iterator[Number]:
         """Numbers of the chunks that a box touches."""

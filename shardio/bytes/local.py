@@ -105,7 +105,7 @@ class LocalBytes(ByteStore):
 
     def _truncated(self, key: str, start: int, stop: int, done: int) -> CorruptChunkError:
         return CorruptChunkError(
-            f"{key!r} in {self.url} ends at byte {start + done}, but bytes {start} to {stop} are needed: it is truncated"
+            f"{key!r} in {self.url} ends at byte {start + done}, but bytes {start} to {stop} are needed: it is cut"
         )
 
     def close(self) -> None:

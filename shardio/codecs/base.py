@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -56,13 +57,16 @@ class Pipeline(ABC):
         self.shape = tuple(shape)
         self.dtype = dtype
         self.order = tuple(range(len(self.shape)) if order is None else order)
-        self._stored_shape = tuple(self.shape[at] for at in self.order) or (1,)
-        self.nbytes = int(np.prod(self.shape, dtype=np.int64)) * dtype.itemsize
+        c_order = self.order == tuple(range(len(self.shape)))
+        self._stored_shape = (self.shape if c_order else tuple(self.shape[at] for at in self.order)) or (1,)
+        self.nbytes = math.prod(self.shape) * dtype.itemsize
 
     def stored(self, box: Box, out: Array) -> tuple[Box, Array, tuple[int, ...]]:
         """A box of a chunk, what is to hold it, and the chunk's shape, with the dims as they are stored; 1 at least."""
         if not self.order:
             return (Span(0, 1),), out.reshape(1), self._stored_shape
+        if self._stored_shape is self.shape:
+            return box, out, self.shape
         return tuple(box[at] for at in self.order), out.transpose(self.order), self._stored_shape
 
     @abstractmethod

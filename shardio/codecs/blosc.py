@@ -6,6 +6,7 @@ of their own, with a header and a table made here, so that nothing of the stored
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Iterator, Sequence
@@ -248,10 +249,10 @@ def _directs(
     if min(block, math.prod(shape)) > size or not out[(0,) * along].flags.c_contiguous:
         return
     total = math.prod(shape)
-    outer = np.ndindex(*(span.size for span in box[:along]))
+    outer = itertools.product(*[range(span.size) for span in box[:along]])
     for start, index in zip(starts.tolist(), outer, strict=True):
         first, stop = -(-start // block), start + size
         last = -(-stop // block) if stop == total else stop // block
         if first < last:
-            piece = out[index].reshape(-1)[first * block - start : last * block - start]
+            piece = out[(*index, ...)].reshape(-1)[first * block - start : last * block - start]
             yield Unit(first, last, piece.view(np.uint8))

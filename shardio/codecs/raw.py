@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -43,6 +44,13 @@ class RawPipeline(Pipeline):
         box, out, shape = self.stored(box, out)
         starts, size, along = stretches(box, shape)
         nbytes = size * out.itemsize
+        if len(starts) == 1 and nbytes <= JOB and out.flags.c_contiguous:
+            into = out.reshape(-1).view(np.uint8).data
+            if not extent.store.read_into(extent.key, extent.start + int(starts[0]) * out.itemsize, into):
+                return None
+            if self.swap:
+                out.byteswap(inplace=True)
+            return Counted(nbytes, nbytes)
         hole = int(starts[1] - starts[0]) * out.itemsize - nbytes if len(starts) > 1 else 0
         if out[(0,) * along].flags.c_contiguous and not 0 < hole < extent.store.gap:
             jobs = self._straight(extent, box, out, starts, along)
@@ -60,9 +68,9 @@ class RawPipeline(Pipeline):
         ranges: list[tuple[int, int]] = []
         into: list[memoryview] = []
         room = JOB
-        outer = np.ndindex(*(span.size for span in box[:along]))
+        outer = itertools.product(*[range(span.size) for span in box[:along]])
         for first, index in zip((starts * out.itemsize + extent.start).tolist(), outer, strict=True):
-            piece = out[index].reshape(-1).view(np.uint8).data
+            piece = out[(*index, ...)].reshape(-1).view(np.uint8).data
             done = 0
             while done < len(piece):
                 part = piece[done : done + room]
