@@ -101,29 +101,36 @@ class Segment:
 class Lifeline:
     """A locked file that shows other processes of the machine whether this one lives: the system unlocks it at its end.
 
+    Args:
+        name: of the file.
+        size: bytes of the file, which can be mapped as shared memory too.
+
     Attributes:
         path: of the file, until `hide`.
+        own: its descriptor.
+        others: descriptors of those of other processes, by number.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, size: int) -> None:
         self.path = folders()[0] / name
-        self._own = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        self._others: dict[int, int] = {}
+        self.own = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.truncate(self.own, size)
+        self.others: dict[int, int] = {}
         if fcntl is not None:
-            fcntl.lockf(self._own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self.own, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def watch(self, others: dict[int, Path]) -> bool:
         """Open the files of other processes, by number; False if they cannot be seen from here."""
         try:
             for number, path in others.items():
-                self._others[number] = os.open(path, os.O_RDWR)
+                self.others[number] = os.open(path, os.O_RDWR)
         except OSError:
             return False
         return True
 
     def ended(self) -> list[int]:
         """Numbers of the processes watched that live no more."""
-        return [number for number, descriptor in self._others.items() if self._unlocked(descriptor)]
+        return [number for number, descriptor in self.others.items() if self._unlocked(descriptor)]
 
     def _unlocked(self, descriptor: int) -> bool:
         if fcntl is None:
@@ -143,6 +150,6 @@ class Lifeline:
     def close(self) -> None:
         """Count as ended."""
         self.hide()
-        for descriptor in (self._own, *self._others.values()):
+        for descriptor in (self.own, *self.others.values()):
             os.close(descriptor)
-        self._others = {}
+        self.others = {}
