@@ -15,6 +15,7 @@ EXTRAS: dict[str, tuple[str, str, str]] = {
     "cftime": ("cftime", "netcdf", "calendars such as 360_day and noleap"),
     "matplotlib": ("matplotlib", "plot", "pictures of plans"),
     "obstore": ("obstore", "remote", "HTTP and object stores"),
+    "pyarrow.parquet": ("pyarrow", "references", "references in Parquet files"),
     "icechunk": ("icechunk", "icechunk", "Icechunk repositories"),
     "cfgrib": ("cfgrib", "grib", "GRIB files"),
 }

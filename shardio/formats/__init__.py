@@ -7,8 +7,8 @@ from shardio.source import FORMATS, Format
 
 def load_all() -> None:
     """Fill the format table with the formats that come with shardio (once)."""
-    from shardio.formats import grib, hdf5, netcdf3, xarray, zarr
+    from shardio.formats import grib, hdf5, icechunk, netcdf3, references, xarray, zarr
 
-    for module in (zarr, hdf5, netcdf3, grib, xarray):
+    for module in (zarr, hdf5, netcdf3, grib, xarray, icechunk, references):
         row: Format = module.FORMAT
         FORMATS.setdefault(row.name, row)

@@ -27,22 +27,28 @@ Nodes = dict[str, dict[str, Any]]
 
 
 def open_zarr(
-    source: Any, *, missing: Missing = "raise", storage_options: dict[str, Any] | None = None, group: str = ""
+    source: Any,
+    *,
+    missing: Missing = "raise",
+    storage_options: dict[str, Any] | None = None,
+    group: str = "",
+    url: str | None = None,
 ) -> Store:
     """Open a Zarr store.
 
     Args:
-        source: path, URL, zarr store, zarr group or zarr array.
+        source: path, URL, ByteStore, zarr store, zarr group or zarr array.
         missing: see open_store.
         storage_options: for URLs; see RemoteBytes.
         group: path of the group to open, "" for the root.
+        url: what errors call it; by default the source.
     """
     if isinstance(source, (zarr.Group, zarr.Array)):
         base, own, inside = source.store, None, source.path
     else:
         (base, own), inside = _base(source, storage_options), ""
     path = "/".join(part for part in (inside, group.strip("/")) if part)
-    url = visible(source) if isinstance(source, (str, Path)) else str(base)
+    url = url or (visible(source) if isinstance(source, (str, Path)) else str(base))
     strict = missing == "raise"
     found: dict[str, Source | None] = {}
     attrs: dict[str, Any] = {}
@@ -53,7 +59,7 @@ def open_zarr(
         library, attrs = _by_library(CheckedStore(base), path, url, strict)
         sources = {**library, **sources}
     closers = (base.close,) if isinstance(source, (str, Path)) else ()
-    return Store(url, sources, attrs, "zarr", closers if own is None else (*closers, own.close))
+    return Store(url, sources, attrs, "zarr", closers if own is None or own is source else (*closers, own.close))
 
 
 def _own(store: ByteStore, path: str, strict: bool) -> tuple[dict[str, Source | None], dict[str, Any]]:
@@ -177,8 +183,9 @@ def _base(source: Any, storage_options: dict[str, Any] | None) -> tuple[ZarrStor
     if isinstance(source, ZarrStore):
         return source, None
     if is_url(source):
-        remote = RemoteBytes(str(source), storage_options)
-        return ZarrOfBytes(remote), remote
+        source = RemoteBytes(str(source), storage_options)
+    if isinstance(source, ByteStore):
+        return ZarrOfBytes(source), source
     path = local_path(source)
     if path.is_file():
         return ZipStore(path, mode="r", read_only=True), None
@@ -186,7 +193,7 @@ def _base(source: Any, storage_options: dict[str, Any] | None) -> tuple[ZarrStor
 
 
 def _looks_like_zarr(source: Any) -> bool:
-    if isinstance(source, (ZarrStore, zarr.Group, zarr.Array)):
+    if isinstance(source, (ByteStore, ZarrStore, zarr.Group, zarr.Array)):
         return True
     if not isinstance(source, (str, Path)) or is_url(source):
         return False
