@@ -81,17 +81,22 @@ class GridSamples(SampleSet):
         **options: Any,
     ) -> None:
         self.store: Store = open_store(source, **options)
-        self.grid: Grid = find_grid(
-            self.store, variables=variables, time=time_dim(time), level=_level_dim(levels), spatial=spatial
-        )
-        self.fields = self._fields(variables, _level_values(levels))
+        try:
+            self.grid: Grid = find_grid(
+                self.store, variables=variables, time=time_dim(time), level=_level_dim(levels), spatial=spatial
+            )
+            self.fields = self._fields(variables, _level_values(levels))
+            first, count, breaks = chosen_rows(time, self.grid.times, self._times(), irregular=skip_irregular)
+            self.windows = Windows(first, count, input_steps, target_steps, lead, breaks)
+        except Exception:
+            if not isinstance(source, Store):
+                self.store.close()
+            raise
+        self.left_out = self.windows.left_out
         self.spatial = self.grid.spatial
         self.sizes = {dim: self.grid.sizes[dim] for dim in self.spatial}
         self.periodic = self.grid.periodic
         self.channels = tuple(name for field in self.fields for name in self.names(field))
-        first, count, breaks = chosen_rows(time, self.grid.times, self._times(), irregular=skip_irregular)
-        self.windows = Windows(first, count, input_steps, target_steps, lead, breaks)
-        self.left_out = self.windows.left_out
         chunk_sizes = [dict(zip(f.source.dims, f.source.chunks, strict=True)) for f in self.fields]
         self.chunk_rows = {dim: math.lcm(*(sizes[dim] for sizes in chunk_sizes)) for dim in self.spatial}
 
@@ -118,6 +123,7 @@ class GridSamples(SampleSet):
                     f"them (open the store with xarray, .isel(...), pass the dataset), or leave {name!r} out with "
                     f"variables="
                 )
+            _ = source.decode  # raises here, not in the middle of an epoch, where its attributes make no sense
             field = Field(source, self._positions(source, wanted), timed, first)
             first += field.channels
             fields.append(field)

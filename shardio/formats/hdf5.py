@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import h5py
 import numpy as np
 
 from shardio import extras
-from shardio.box import Box, Span, shape_of, slices
+from shardio.box import Box, shape_of, slices
 from shardio.bytes import LocalBytes
 from shardio.chunked import missing_chunk
-from shardio.decode import NETCDF_FILL
-from shardio.errors import CorruptChunkError, MissingChunkError, MissingFilterError, StoreNotFoundError
+from shardio.decode import NETCDF_FILL, Decode
+from shardio.errors import CorruptChunkError, DecodeError, MissingChunkError, MissingFilterError, StoreNotFoundError
 from shardio.formats.hdf5_chunks import ChunkTable, StoredSource, file_of, pipeline_of
+from shardio.formats.hdf5_virtual import look_at_parts
 from shardio.location import is_url, local_path
 from shardio.source import Format, Missing, Source, Store
 
@@ -49,7 +51,18 @@ class Hdf5Source(Source):
         self._dataset = dataset
         self._table = ChunkTable(dataset) if dataset.chunks is not None else None
         self._strict = strict
-        self._sources = _virtual_sources(dataset) if strict and dataset.is_virtual else []
+        broken, self._mixed = look_at_parts(dataset, _open) if dataset.is_virtual else ([], None)
+        self._sources = broken if strict else []
+
+    @cached_property
+    def decode(self) -> Decode:
+        """See Source.decode. Raises DecodeError, too, if parts of a virtual dataset are packed in another way."""
+        if self._mixed is not None:
+            raise DecodeError(
+                f"{self.name!r} in {self._dataset.file.filename} joins files that are not packed alike: {self._mixed}; "
+                f"its values would be wrong. Give it the attributes of its parts, or write parts anew that differ"
+            )
+        return super().decode
 
     def read_into(self, box: Box, out: np.ndarray[Any, Any]) -> None:
         """See Source.read_into."""
@@ -263,35 +276,6 @@ def _listed_dims(dataset: h5py.Dataset) -> list[str] | None:
     }
     names = [by_number.get(int(number)) for number in numbers]
     return None if None in names else [str(name) for name in names]
-
-
-def _virtual_sources(dataset: h5py.Dataset) -> list[tuple[Box, str]]:
-    """The parts of a virtual dataset that cannot be read, with the reason."""
-    broken = []
-    folder = Path(dataset.file.filename).parent
-    for part in dataset.virtual_sources():
-        first, last = part.vspace.get_select_bounds()
-        box = tuple(Span(int(start), int(stop) + 1) for start, stop in zip(first, last, strict=True))
-        problem = _source_problem(dataset, folder, part.file_name, part.dset_name)
-        if problem:
-            broken.append((box, problem))
-    return broken
-
-
-def _source_problem(dataset: h5py.Dataset, folder: Path, file_name: str, name: str) -> str | None:
-    if "%" in file_name or "%" in name:  # one name per block, resolved by HDF5
-        return None
-    if file_name == ".":
-        return None if name in dataset.file else f"its source dataset {name!r} is missing"
-    paths = [folder / file_name, Path(file_name)]
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        return f"its source file {file_name!r} is missing (looked in {folder})"
-    try:
-        with _open(path) as file:
-            return None if name in file else f"its source file {file_name!r} has no dataset {name!r}"
-    except (OSError, CorruptChunkError) as error:
-        return f"its source file {file_name!r} cannot be opened ({error})"
 
 
 def _text(value: Any) -> str:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -248,6 +249,42 @@ def test_samples_over_an_irregular_time_are_left_out(store, truth):
     backward = data.assign_coords(time=data.time.values[::-1])
     with pytest.raises(ShardIOError, match="does not increase"):
         DomainDataLoader(backward, on_bad="skip")
+
+
+def _joined(folder: Path, truth, scales: tuple[float, float]) -> Path:
+    """u in two files of six times, joined by a third."""
+    layout = h5py.VirtualLayout(shape=(12, 11, 8), dtype="f4")
+    for half, scale in enumerate(scales):
+        with h5py.File(folder / f"{half}.h5", "w") as file:
+            file["u"] = truth[6 * half : 6 * half + 6, 3]
+            file["u"].attrs["scale_factor"] = scale
+        layout[6 * half : 6 * half + 6] = h5py.VirtualSource(folder / f"{half}.h5", "u", shape=(6, 11, 8))
+    with h5py.File(folder / "all.h5", "w") as file:
+        data = file.create_virtual_dataset("u", layout)
+        data.attrs["scale_factor"] = scales[0]
+        for dim, name in zip(data.dims, ("time", "lat", "lon"), strict=True):
+            dim.label = name
+    return folder / "all.h5"
+
+
+def test_a_virtual_dataset_with_a_file_gone(truth, tmp_path):
+    path = _joined(tmp_path, truth, (1.0, 1.0))
+    (tmp_path / "1.h5").unlink()
+    with pytest.raises(MissingChunkError, match=r"1\.h5' is missing"):
+        list(DomainDataLoader(path))
+    loader = DomainDataLoader(path, on_bad="skip")
+    assert _indices(loader) == [0, 1, 2, 3, 4]
+    assert {bad.reason for step in loader.report().skipped for bad in step.because} == {"missing"}
+    loader = DomainDataLoader(path, on_bad="fill", target_steps=0)
+    fields = torch.cat([batch["input"] for batch in loader])[:, 0]
+    assert torch.equal(fields[:6], torch.from_numpy(truth[:6, 3]))
+    assert fields[6:].isnan().all()
+
+
+def test_mixed_packing_is_refused_at_once(truth, tmp_path):
+    for on_bad in ("raise", "skip", "fill"):
+        with pytest.raises(ShardIOError, match="not packed alike"):
+            DomainDataLoader(_joined(tmp_path, truth, (1.0, 2.0)), on_bad=on_bad)
 
 
 @pytest.mark.parametrize(("changed", "said"), [
