@@ -42,6 +42,7 @@ class GridSlabReader(SlabReader):
     ) -> None:
         self.samples, self.fill = samples, fill
         self.reader = make_reader(read, group)
+        self._why_own = "as asked" if read == "own" else "no other rank shares the samples"
         self._sources = self._with_cache(cache_bytes)
         plans: dict[Any, Plan] = {}
         self._rank = rank
@@ -157,6 +158,12 @@ class GridSlabReader(SlabReader):
         shape = (1, len(rows), len(self.samples.channels), *self.slab.shape)
         example = torch.empty(1).expand(shape)  # holds no memory; nothing is read into it
         reader.choose(self._requests([rows], example))
+
+    def modes(self) -> dict[str, str]:
+        names = [field.source.name for field in self.samples.fields]
+        if isinstance(self.reader, CollectiveReader):
+            return {name: str(self.reader.modes[name]) for name in names}
+        return dict.fromkeys(names, f"own: {self._why_own}")
 
     def _when(self, rows: list[list[int]]) -> dict[str, Any]:
         """Valid times of the last input (``time`` [B]) and of the targets (``target_time`` [B, target_steps])."""

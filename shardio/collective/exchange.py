@@ -89,6 +89,11 @@ class Unit:
         """What tells it from the other units of a batch."""
         return self.array, self.number
 
+    @property
+    def elements(self) -> int:
+        """Elements of the box."""
+        return math.prod(shape_of(self.box))
+
     def of(self, part: int) -> list[Need]:
         """What one part needs."""
         return [need for need in self.needs if need.part == part]

@@ -7,6 +7,7 @@ wrong; so two pieces of memory a rank are enough, and an error of one is an erro
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -14,17 +15,21 @@ from typing import Any, Self
 
 import numpy as np
 
+from shardio import cost
 from shardio.box import Span, shape_of
+from shardio.cached import CachedSource
 from shardio.collective.exchange import Exchange, Need, Unit, Wanted, by_chunks, exchange
 from shardio.collective.group import Group
 from shardio.collective.memory import Memory
 from shardio.collective.swap import MESSAGE, Pieces, swap
+from shardio.cost import Choice
 from shardio.errors import DimensionError, ReadError, ShardIOError
 from shardio.read import OwnReader, ReadStats, Request, deliver, destination, named, room
-from shardio.source import Source
+from shardio.source import Layout, Source
 from shardio.tasks import cut
 
 Array = np.ndarray[Any, np.dtype[Any]]
+LOG = logging.getLogger("shardio")
 Job = Callable[[], None]
 Key = tuple[int, tuple[int, ...]]
 
@@ -48,6 +53,7 @@ class CollectiveReader:
         stats: what this rank has read so far; what it took from other ranks is not in it.
         exchanged: bytes that it took from other ranks.
         own: names of the arrays that each rank reads for itself.
+        modes: array -> how it is read and why, after `choose`.
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class CollectiveReader:
         self.stats = ReadStats()
         self.exchanged = 0
         self.own: frozenset[str] = frozenset()
+        self.modes: dict[str, Choice] = {}
         self._reader = OwnReader(threads, self.stats)
         self._part = group.members[group.me].part
         self._parts = [member.part for member in group.members]
@@ -84,7 +91,44 @@ class CollectiveReader:
         self._memory.forget()
 
     def choose(self, requests: Sequence[Request]) -> None:
-        """With `auto`: decide for each array of these requests (of one sample) how it is read, all ranks together."""
+        """With `auto`: decide for each array of these requests (of one sample) how it is read, all ranks together.
+
+        Nothing is read into the requests. Takes about a second at most; what was chosen is in `modes` and in the log.
+        """
+        if not self.auto:
+            self.modes = {request.source.name: Choice("collective", "as asked") for request in requests}
+            return
+        plans = [self.plan([request]) for request in requests]
+        works = [
+            cost.work(self._own_bytes(request), plan, self.group) for request, plan in zip(requests, plans, strict=True)
+        ]
+        rates = cost.measure_rates(self.group)
+        kinds: dict[Layout, int] = {}  # arrays of the same layout are taken for equally fast
+        for at, request in enumerate(requests):
+            kinds.setdefault(request.source.layout, at)
+        reads = [partial(self._sample, requests[at].source, plans[at]) for at in kinds.values()]
+        decode = dict(zip(kinds, cost.measure_decoding(self.group, reads), strict=True))
+        for request, work in zip(requests, works, strict=True):
+            self.modes[request.source.name] = cost.choose(work, decode[request.source.layout], rates)
+        self.own = frozenset(name for name, choice in self.modes.items() if choice.read == "own")
+        if self.group.me == 0:
+            for name, choice in self.modes.items():
+                LOG.info("%s is read %s", name, choice)
+
+    def _own_bytes(self, request: Request) -> list[int]:
+        """Bytes that each member decodes when it reads for itself."""
+        plans = request.plans
+        return [0 if plans is None else plans[part].at(request.index).bytes_fetched for part in self._parts]
+
+    def _sample(self, source: Source, plan: Exchange) -> int:
+        """Read one unit of an array, if possible one that is this rank's; returns bytes decoded."""
+        source = source.source if isinstance(source, CachedSource) else source
+        units = [unit for unit in plan.units if unit.owner == self.group.me] or list(plan.units)
+        if not units:
+            return 0
+        unit = units[self.group.me % len(units)]
+        into = room(shape_of(unit.box), source.dtype)
+        return source.read_counted(unit.box, into, self._reader.team).decoded
 
     def read_all(self, requests: Sequence[Request]) -> None:
         """Fill the buffers of several requests.
@@ -116,7 +160,8 @@ class CollectiveReader:
         except Exception as error:
             failed = error
         # The plan is the same on all ranks, so they all fail to make it, or none.
-        jobs += [partial(self._read_alone, unit, shared) for unit in plan.alone if unit.owner == self.group.me]
+        spare = _spare(plan, self.group)
+        alone = [unit for unit in plan.alone if unit.owner == self.group.me]
         copies: list[Job] = []
         patience: float | None = None
         for turn, units in enumerate(plan.rounds):
@@ -125,7 +170,7 @@ class CollectiveReader:
             if failed is None:
                 now = self._memory.now
                 mine = [partial(self._read_shared, unit, now) for unit in units if unit.owner == self.group.me]
-                failed = self._try(self._reader.team, [*mine, *copies])
+                failed = self._try(self._reader.team, [*mine, *copies, *self._alone(alone, spare[turn], shared)])
             self.group.agree(failed, timeout=patience)
             failed = self._try(self._memory.meet)
             pieces: dict[Key, Pieces] = {}
@@ -134,7 +179,7 @@ class CollectiveReader:
                 failed, patience = failed or lost, None if lost is None else min(PATIENCE_S, self.group.timeout)
             copies = self._copies(units, shared, pieces) if failed is None else []
         if failed is None:
-            failed = self._try(self._reader.team, [*copies, *jobs])
+            failed = self._try(self._reader.team, [*copies, *self._alone(alone, None, shared), *jobs])
         self.group.agree(failed, timeout=patience)
         self._memory.unname()
         self._reader.count(needed=sum(request.plan.bytes_needed for request in shared))
@@ -162,6 +207,15 @@ class CollectiveReader:
         return number
 
     # Reading and copying --------------------------------------------------------------------------------------------
+
+    def _alone(self, units: list[Unit], nbytes: int | None, requests: Sequence[Request]) -> list[Job]:
+        """Takes units that are read alone from a list, of so many decoded bytes (None: all); jobs that read them."""
+        jobs: list[Job] = []
+        while units and (nbytes is None or units[-1].decoded <= nbytes):
+            unit = units.pop()
+            nbytes = None if nbytes is None else nbytes - unit.decoded
+            jobs.append(partial(self._read_alone, unit, requests))
+        return jobs
 
     def _read_alone(self, unit: Unit, requests: Sequence[Request]) -> None:
         """Read what only this rank needs to where it belongs."""
@@ -227,6 +281,17 @@ class CollectiveReader:
         except Exception as error:
             return error
         return None
+
+
+def _spare(plan: Exchange, group: Group) -> list[int]:
+    """Bytes that this rank decodes less than the busiest in each round: it can read something alone meanwhile."""
+    spare = []
+    for units in plan.rounds:
+        load = [0] * group.size
+        for unit in units:
+            load[unit.owner] += unit.decoded
+        spare.append(max(load) - load[group.me])
+    return spare
 
 
 def _copy(request: Request, need: Need, pieces: Pieces) -> None:
