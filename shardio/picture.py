@@ -132,7 +132,7 @@ def _draw_grid(axes: Any, planned: Plan, spatial: Sequence[str], colours: Sequen
                 )
     for dim, line in zip(spatial, (axes.axhline, axes.axvline), strict=True):
         size, chunk = (sizes[layout.dims.index(dim)] for sizes in (layout.shape, layout.chunks))
-        if not layout.partial and -(-size // chunk) <= MOST_LINES:
+        if -(-size // chunk) <= MOST_LINES:
             for edge in range(0, size + chunk, chunk):
                 line(min(edge, size) - 0.5, color="0.2", linewidth=1.0, zorder=3)
     for (row, column), readers in _shared(planned, spatial).items() if named else ():
@@ -166,10 +166,9 @@ def _shared(planned: Plan, spatial: Sequence[str]) -> dict[tuple[int, int], int]
 
 def _legend(planned: Plan) -> str:
     layout = planned.layout
-    if layout.partial:
-        return "colour: own rows; hatched: halo; contiguous, so any row is read alone"
     chunks = ", ".join(f"{dim} {chunk}" for dim, chunk in zip(layout.dims, layout.chunks, strict=True))
-    return f"colour: own rows; hatched: halo; lines: chunks of {chunks}; 2x: a chunk that 2 ranks need"
+    shared = "any rows are read alone" if layout.partial else "2x: a chunk that 2 ranks need"
+    return f"colour: own rows; hatched: halo; lines: chunks of {chunks}; {shared}"
 
 
 def _label(axes: Any, spatial: Sequence[str], coordinates: Mapping[str, Array], units: Mapping[str, str]) -> None:

@@ -26,8 +26,9 @@ from zarr.codecs import BloscCodec, ZstdCodec
 from zarr.errors import ZarrUserWarning
 
 from shardio.box import Box, Span, slices
+from shardio.decode import NETCDF_FILL
 from shardio.errors import CorruptChunkError, DestinationError, UnknownFormatError
-from shardio.location import is_url, local_path
+from shardio.location import is_url, local_path, visible
 from shardio.slab_chunks import Chunking
 from shardio.source import Source, Store, open_store
 from shardio.work import Cluster, Done, run
@@ -35,6 +36,8 @@ from shardio.work import Cluster, Done, run
 PART_BYTES = 256 << 20
 """Stored bytes that one task holds at most, unless a single file of the destination is larger."""
 ZarrFormat = Literal[2, 3]
+WRITE_ALL: Any = {"write_empty_chunks": True}
+"""Chunks of nothing but fill values are written, too: an absent chunk of the copy is a lost one."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,9 @@ def rechunk(
         CorruptChunkError: what was written does not read back as what was copied.
     """
     if is_url(destination):
-        raise DestinationError(f"{destination} is a URL; write to a local path, then copy the finished store there")
+        raise DestinationError(
+            f"{visible(destination)} is a URL; write to a local path, then copy the finished store there"
+        )
     target = local_path(destination)
     work = target.with_name(target.name + ".partial")
     if target.exists():
@@ -145,7 +150,7 @@ def _copy_piece(data: str, journal: Journal | None, store: Store, piece: Piece) 
     """Copy one part and give its checksum; here it is entered in the journal at once."""
     values = _storable(store[piece.array], store[piece.array].read(piece.box))
     checksum = checksum_of(values)
-    zarr.open_array(f"{data}/{piece.array}", mode="r+")[slices(piece.box)] = values
+    zarr.open_array(f"{data}/{piece.array}", mode="r+", config=WRITE_ALL)[slices(piece.box)] = values
     if journal is not None:
         journal.add(piece, checksum)
     return checksum
@@ -210,6 +215,8 @@ class _Prepared:
             if dtype.kind == "M":
                 attrs["calendar"] = "proleptic_gregorian"
             dtype = np.dtype(np.int64)
+        if dtype.kind == "f" and "_FillValue" not in attrs:  # NetCDF's own is in force without being written down
+            attrs |= {"_FillValue": value for value in source.decode.missing if value == dtype.type(NETCDF_FILL)}
         part = _part(source, chunking.unit)
         return cls(source.name, source.dims, source.shape, dtype, chunking, part, attrs)
 
@@ -246,7 +253,7 @@ def _settings(store: Store, arrays: Sequence[_Prepared], codec: str, zarr_format
         for array in arrays
     }
     plain: dict[str, Any] = json.loads(
-        json.dumps({"source": store.url, "codec": codec, "zarr_format": zarr_format, "arrays": described})
+        json.dumps({"source": visible(store.url), "codec": codec, "zarr_format": zarr_format, "arrays": described})
     )
     return plain
 
@@ -366,7 +373,7 @@ def _create_array(root: zarr.Group, source: Source, array: _Prepared, codec: str
                 dtype=dtype,
                 chunks=array.chunking.chunks if array.shape else (),
                 attributes=attrs,
-                config={"write_empty_chunks": True},  # an absent chunk is then a lost one
+                config=WRITE_ALL,
                 **options,
             )
     except (TypeError, ValueError) as error:

@@ -20,7 +20,7 @@ import numpy as np
 from shardio.box import Box, Span, shape_of
 from shardio.cf import Grid, find_grid
 from shardio.errors import DimensionError
-from shardio.source import Source, Store
+from shardio.source import Layout, Source, Store
 from shardio.work import Cluster, Done, run
 
 BLOCK_BYTES = 16 << 20
@@ -185,7 +185,7 @@ def blocks(source: Source, chosen: Mapping[str | None, slice]) -> list[Box]:
 
     `chosen` limits the rows along a dim; steps other than 1 are refused with DimensionError.
     """
-    unit = [1] * len(source.shape) if source.partial else list(source.chunks)
+    unit = [1] * len(source.shape) if contiguous(source) else list(source.chunks)
     for at in reversed(range(len(unit))):
         room = BLOCK_BYTES // max(1, math.prod(unit) * source.dtype.itemsize)
         unit[at] *= max(1, min(room, -(-source.shape[at] // unit[at])))
@@ -197,6 +197,11 @@ def blocks(source: Source, chosen: Mapping[str | None, slice]) -> list[Box]:
         edges = [rows.start, *range((rows.start // step + 1) * step, rows.stop, step), rows.stop]
         spans.append([Span(start, stop) for start, stop in itertools.pairwise(edges) if stop > start])
     return list(itertools.product(*spans))
+
+
+def contiguous(source: Source | Layout) -> bool:
+    """Is an array stored as one piece of which any rows can be read alone?"""
+    return source.partial and all(map(int.__ge__, source.chunks, source.shape))
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -217,9 +217,6 @@ def _check(store: Store, part: Part) -> Checked:
 
 def _chunks(source: Source, box: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
     """The chunks of a box: number and part of the box; contiguous arrays have one."""
-    if source.partial:
-        yield (0,) * len(box), box
-        return
     numbers = (range(a // n, -(-b // n)) for (a, b), n in zip(box, source.chunks, strict=True))
     for number in itertools.product(*numbers):
         inside = zip(box, number, source.chunks, strict=True)
@@ -256,7 +253,7 @@ def _count(source: Source, stored: np.ndarray[Any, Any]) -> Counts:
 def _failed(source: Source, part: Part, chunk: tuple[tuple[int, ...], Box]) -> Checked:
     """Read a chunk once more and say what is wrong with it."""
     number, box = chunk
-    what = f"rows {[tuple(span) for span in box]}" if source.partial else f"chunk {number}"
+    what = f"chunk {number} (rows {[tuple(span) for span in box]})"
     try:
         return _read(source, part, box, 1)  # it was another one, or passed by itself
     except MissingChunkError as error:

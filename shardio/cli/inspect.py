@@ -8,6 +8,7 @@ from shardio.cf import Grid, find_grid
 from shardio.cli.shell import StoreArgument, console, opened, say, without_secrets
 from shardio.decode import Decode
 from shardio.errors import ShardIOError
+from shardio.statistics import contiguous
 
 
 def inspect(source: StoreArgument) -> None:
@@ -17,7 +18,7 @@ def inspect(source: StoreArgument) -> None:
         table = Table("array", "dims", "dtype", "chunks", "MB", "decode", title=title)
         for name, array in store.items():
             dims = ", ".join(f"{dim} {size}" for dim, size in zip(array.dims, array.shape, strict=True))
-            chunks = "contiguous" if array.partial else " x ".join(map(str, array.chunks))
+            chunks = "contiguous" if contiguous(array) else " x ".join(map(str, array.chunks))
             table.add_row(name, dims, str(array.dtype), chunks, f"{array.nbytes / 1e6:.3f}", _decoding(array.decode))
         console().print(table)
         try:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from shardio.box import Box, Span
 from shardio.cf import find_grid
 from shardio.cli.mesh import Slabs, cut_grid, sample_variables
 from shardio.cli.shell import (
@@ -27,10 +26,12 @@ from shardio.cli.shell import (
     say,
     without_secrets,
 )
+from shardio.collective import BUDGET
+from shardio.collective.exchange import Wanted, exchange
 from shardio.picture import draw
 from shardio.plan import Plan
-from shardio.runs import Run
 from shardio.source import Layout
+from shardio.statistics import contiguous
 
 
 def plan(
@@ -60,11 +61,10 @@ def plan(
                 groups[layout] = (slabs.sample_plan(store[name], grid, steps), [])
             groups[layout][1].append(name)
         say(f"mesh {slabs.mesh}; {_cuts(slabs)}; a sample is {steps} time step(s)")
-        total = [Load()] * slabs.partition.ranks
-        for planned, alike in groups.values():
-            found = loads(planned, len(alike), total)
-            total = [one + other for one, other in zip(total, found, strict=True)]
-            console().print(_table(slabs, planned, found, _title(alike, planned.layout)))
+        found = loads([(planned, len(alike)) for planned, alike in groups.values()])
+        for (planned, alike), of_group in zip(groups.values(), found, strict=True):
+            console().print(_table(slabs, planned, of_group, _title(alike, planned.layout)))
+        total = [sum(of_rank, Load()) for of_rank in zip(*found, strict=True)]
         if len(groups) > 1:
             console().print(_table(slabs, planned, total, f"all {len(names)} variables"))
         say(_summary(total))
@@ -88,12 +88,13 @@ class Load:
     """What one rank reads of a sample's arrays.
 
     Attributes:
-        needed: bytes of its slab, halo included.
+        needed: bytes of its slabs, halo included, in the stored dtype.
         own_chunks, own: chunks and bytes decoded when it reads for itself.
         chunks, collective: the same when the ranks share the chunks.
         received: bytes that then come from other ranks.
-        values: elements of its slab.
+        values: elements of its slabs.
         largest: bytes of the largest single chunk.
+        shared: bytes that it holds for other ranks at once.
     """
 
     needed: int = 0
@@ -104,55 +105,47 @@ class Load:
     received: int = 0
     values: int = 0
     largest: int = 0
+    shared: int = 0
 
     def __add__(self, other: Load) -> Load:
         sums = {key: value + getattr(other, key) for key, value in vars(self).items()}
-        return Load(**sums | {"largest": max(self.largest, other.largest)})
+        return Load(**sums | {key: max(getattr(self, key), getattr(other, key)) for key in ("largest", "shared")})
 
 
-def loads(planned: Plan, arrays: int, before: Sequence[Load]) -> list[Load]:
-    """What every rank reads of so many arrays planned alike, alone and together, after it has read others.
-
-    Together, each chunk goes to that one of its readers which has decoded the least so far, and is decoded as far as
-    any of them needs it. What can be read row by row is not shared: each rank reads its own rows.
-    """
-    layout = planned.layout
-    chunk = math.prod(layout.chunks) * layout.itemsize
-    own = [
-        Load(
-            needed=arrays * rank.bytes_needed,
-            own_chunks=arrays * rank.chunk_count,
-            own=arrays * rank.bytes_fetched,
-            values=arrays * math.prod(rank.shape),
-            largest=min(chunk, rank.bytes_needed) if layout.partial else chunk,
+def loads(groups: Sequence[tuple[Plan, int]]) -> list[list[Load]]:
+    """What every rank reads of so many arrays planned alike, [group][rank]; together, as CollectiveReader does it."""
+    wanted, group_of = [], []
+    for number, (planned, arrays) in enumerate(groups):
+        for _ in range(arrays):
+            parts = dict(enumerate(planned.ranks))
+            wanted.append(Wanted(len(wanted), planned.layout, parts, planned.partition.dims))
+            group_of.append(number)
+    ranks = len(groups[0][0].ranks)
+    together = exchange(wanted, range(ranks), BUDGET)
+    held = [max((sizes[rank] for sizes in together.sizes), default=0) for rank in range(ranks)]
+    found = []
+    for planned, arrays in groups:
+        chunk = math.prod(planned.layout.chunks) * planned.layout.itemsize
+        found.append(
+            [
+                Load(
+                    needed=arrays * plan.bytes_needed,
+                    own_chunks=arrays * plan.chunk_count,
+                    own=arrays * plan.bytes_fetched,
+                    values=arrays * math.prod(plan.shape),
+                    largest=0 if planned.layout.partial else chunk,
+                    shared=held[rank],
+                )
+                for rank, plan in enumerate(planned.ranks)
+            ]
         )
-        for rank in planned.ranks
-    ]
-    if layout.partial:
-        return [replace(load, chunks=load.own_chunks, collective=load.own) for load in own]
-    parts = [{part.chunk: part.runs for part in rank.parts()} for rank in planned.ranks]
-    taken = [Load(collective=load.collective) for load in before]
-    kept = [0] * len(parts)
-    for _ in range(arrays):
-        for number, readers in planned.readers().items():
-            rank = min(readers, key=lambda rank: taken[rank].collective)
-            decoded = layout.decoded_bytes(_hull([parts[reader][number] for reader in readers], number, layout.chunks))
-            taken[rank] += Load(chunks=1, collective=decoded)
-            kept[rank] += math.prod(sum(run.size for run in runs) for runs in parts[rank][number]) * layout.itemsize
-    return [
-        replace(load, chunks=mine.chunks, collective=mine.collective - other.collective, received=load.needed - held)
-        for load, mine, other, held in zip(own, taken, before, kept, strict=True)
-    ]
-
-
-def _hull(parts: Sequence[Sequence[Sequence[Run]]], number: Sequence[int], chunks: Sequence[int]) -> Box:
-    """The smallest box of a chunk around what several ranks need of it, counted from the chunk's corner."""
-    box = []
-    for along, at, chunk in zip(zip(*parts, strict=True), number, chunks, strict=True):
-        runs = [run for part in along for run in part]
-        first = at * chunk
-        box.append(Span(min(r.source for r in runs) - first, max(r.source + r.size for r in runs) - first))
-    return tuple(box)
+    for unit in together.units:
+        of_group = found[group_of[unit.array]]
+        of_group[unit.owner] += Load(chunks=unit.chunks, collective=unit.decoded)
+        for need in unit.needs:
+            if need.part != unit.owner:
+                of_group[need.part] += Load(received=need.elements * wanted[unit.array].layout.itemsize)
+    return found
 
 
 def _table(slabs: Slabs, planned: Plan, found: Sequence[Load], title: str) -> Table:
@@ -162,7 +155,10 @@ def _table(slabs: Slabs, planned: Plan, found: Sequence[Load], title: str) -> Ta
     table.add_column("rank")
     for dim in cuts:
         table.add_column(dim)
-    for label in ("needed MB", "own chunks", "MB", "x", "memory MB", "collective chunks", "MB", "x", "received MB"):
+    for label in (
+        *("needed MB", "own chunks", "MB", "x", "memory MB"),
+        *("collective chunks", "MB", "x", "received MB", "memory MB"),
+    ):
         table.add_column(label, justify="right")
     for part, (row, load) in enumerate(zip(rows, found, strict=True)):
         ranks = ", ".join(map(str, slabs.mesh.ranks_of(slabs.partition, part)))
@@ -178,6 +174,7 @@ def _table(slabs: Slabs, planned: Plan, found: Sequence[Load], title: str) -> Ta
             _mb(load.collective),
             _ratio(load.collective, load.needed),
             _mb(load.received),
+            _mb(4 * load.values + load.largest + load.shared),
         )
     return table
 
@@ -188,7 +185,8 @@ def _summary(found: Sequence[Load]) -> str:
         f"per sample the ranks that share it decode {_mb(total.own)} MB reading for themselves "
         f"({_ratio(total.own, total.needed)} x what they need), {_mb(total.collective)} MB collectively "
         f"({_ratio(total.collective, total.needed)} x)\n"
-        f"memory: the slab as float32 and the largest chunk; a loader holds one slab for each sample it reads ahead"
+        f"memory: the slab as float32, the largest chunk, and what is held for other ranks; "
+        f"a loader holds one slab more for each sample it reads ahead"
     )
 
 
@@ -202,7 +200,7 @@ def _cuts(slabs: Slabs) -> str:
 
 def _title(names: Sequence[str], layout: Layout) -> str:
     dims = ", ".join(f"{dim} {size}" for dim, size in zip(layout.dims, layout.shape, strict=True))
-    chunks = "contiguous" if layout.partial else "chunks " + " x ".join(map(str, layout.chunks))
+    chunks = "contiguous" if contiguous(layout) else "chunks " + " x ".join(map(str, layout.chunks))
     return f"{_names(names)}{f' ({len(names)} arrays)' if len(names) > 1 else ''}: {dims}; {chunks}"
 
 

@@ -29,6 +29,7 @@ from shardio.rechunk import CODECS, ZarrFormat
 from shardio.rechunk import rechunk as copy
 from shardio.slab_chunks import Chunking, named, sharded, slab_chunks
 from shardio.source import Store
+from shardio.statistics import contiguous
 
 
 def rechunk(
@@ -67,7 +68,7 @@ def rechunk(
         }
         table = Table("array", "shape", "chunks before", "chunks", "shards", title_justify="left")
         for name, found in chosen.items():
-            before = "contiguous" if store[name].partial else _text(store[name].chunks)
+            before = "contiguous" if contiguous(store[name]) else _text(store[name].chunks)
             files = "-" if found.shards is None else _text(found.shards)
             table.add_row(name, _text(store[name].shape), before, _text(found.chunks), files)
         console().print(table)

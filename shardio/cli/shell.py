@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from shardio.location import visible
 from shardio.source import Missing, Store, open_store
 from shardio.work import Cluster, Done
 
@@ -42,14 +43,12 @@ Scheduler = Annotated[
 
 PIPE_WIDTH = 160
 """Columns of a table that is written to a file or a pipe."""
-_SECRETS = ((re.compile(r"(://)[^/\s@'\"]+@"), r"\1***@"), (re.compile(r"(://[^\s'\"?]*\?)[^\s'\"]+"), r"\1***"))
+_URL = re.compile(r"\w[\w+.-]*://[^\s'\"<>]+")
 
 
 def without_secrets(text: str) -> str:
-    """A text without the user names, passwords, tokens and signatures that URLs in it hold."""
-    for pattern, replacement in _SECRETS:
-        text = pattern.sub(replacement, text)
-    return text
+    """A text with its URLs as `visible` shows them: without users, passwords, tokens and signatures."""
+    return _URL.sub(lambda found: visible(found[0]), text)
 
 
 def console() -> Console:
@@ -92,7 +91,8 @@ def cluster(scheduler: str | None, source: str, missing: str) -> Cluster | None:
 
 @contextmanager
 def progress(label: str) -> Iterator[Done]:
-    """A bar on standard error; call what it gives with (done, in all)."""
+    """A bar on standard error, if that is a terminal; call what it gives with (done, in all)."""
+    errors = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -100,7 +100,7 @@ def progress(label: str) -> Iterator[Done]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task(label, total=None)
 
         def done(count: int, total: int) -> None:

@@ -1,15 +1,15 @@
-"""Statistics against numpy's over everything, and the commands."""
+"""Statistics against numpy's over everything."""
 
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xarray as xr
-from typer.testing import CliRunner
 
 from shardio import open_store
-from shardio.cli import app
+from shardio.box import Box
 from shardio.errors import DimensionError
 from shardio.statistics import Moments, Statistics, VariableStatistics, compute
 
@@ -93,40 +93,37 @@ def test_json_round_trip(tmp_path: Path, values: np.ndarray) -> None:
         Statistics.from_json(tmp_path / "b.json")
 
 
-def run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, list(map(str, arguments)))
-    return result.exit_code, result.output
-
-
-def test_command_stats(tmp_path: Path, values: np.ndarray) -> None:
-    xr.Dataset({"a": (("time", "level", "lat", "lon"), values)}).to_zarr(tmp_path / "a.zarr")
-    code, output = run("stats", tmp_path / "a.zarr", "-o", tmp_path / "out.json", "--stop", 5)
-    assert code == 0, output
-    check(Statistics.from_json(tmp_path / "out.json").variables["a"], values[:5])
-
-
-def test_command_inspect(shared_data: Path) -> None:
-    code, output = run("inspect", shared_data / "grid-netcdf/test4.nc")
-    assert code == 0
-    assert "variables: t, z" in output
-    assert "descending: latitude" in output
-    assert "times: 1, 2007-01-01T12:00:00" in output
-
-
-def test_command_plan(tmp_path: Path, values: np.ndarray) -> None:
+def test_every_chunk_is_read_once(tmp_path: Path, values: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = xr.Dataset({"a": (("time", "level", "lat", "lon"), values)})
-    dataset.to_zarr(tmp_path / "a.zarr", encoding={"a": {"chunks": (1, 3, 14, 11)}})
-    code, output = run("plan", tmp_path / "a.zarr", "--ranks", 2, "--halo", 1)
-    assert code == 0, output
-    assert "0:7 +0/1" in output
-    assert "1.75" in output  # 14 rows fetched for 8 needed
+    dataset.to_zarr(tmp_path / "a.zarr", encoding={"a": {"chunks": (2, 3, 5, 4)}})
+    read: list[tuple[int, ...]] = []
+    with open_store(tmp_path / "a.zarr") as store:
+        source = store["a"]
+        plain = source.read
+
+        def counting(box: Box) -> np.ndarray:
+            spans = zip(box, source.chunks, source.shape, strict=True)
+            assert all(a % n == 0 and (b % n == 0 or b == size) for (a, b), n, size in spans), "whole chunks"
+            numbers = (range(a // n, -(-b // n)) for (a, b), n in zip(box, source.chunks, strict=True))
+            read.extend(itertools.product(*numbers))
+            return plain(box)
+
+        monkeypatch.setattr(source, "read", counting)
+        compute(store, variables=["a"])
+    assert len(read) == len(set(read)) == 5 * 1 * 3 * 3
 
 
-def test_commands_fail_with_one_line(tmp_path: Path, values: np.ndarray) -> None:
-    code, output = run("inspect", tmp_path / "no.zarr")
-    assert code == 1
-    assert "StoreNotFoundError: there is nothing at" in output
-    xr.Dataset({"a": (("lat", "lon"), values[0, 0])}).to_zarr(tmp_path / "a.zarr")
-    code, output = run("plan", tmp_path / "a.zarr", "--ranks", 99)
-    assert code == 1
-    assert "PartitionError: dim 'lat' over mesh axis 'domain': 14 rows cannot be cut over 99 ranks" in output
+def test_missing_and_infinite_values_are_counted_apart(tmp_path: Path) -> None:
+    field = np.arange(24.0).reshape(2, 3, 4)
+    field[0, 0] = [np.nan, np.inf, -np.inf, 3]
+    (tmp_path / "a.zarr").mkdir()
+    xr.Dataset({"a": (("time", "lat", "lon"), field)}).to_zarr(tmp_path / "a.zarr", mode="w")
+    found = compute(open_store(tmp_path / "a.zarr")).variables["a"]
+    assert (found.count, found.missing, found.infinite) == (21, 1, 2)
+    assert (found.minimum, found.maximum, found.mean) == (3, 23, field[np.isfinite(field)].mean())
+
+
+def test_times_of_a_store_without_time() -> None:
+    store = open_store(xr.Dataset({"a": (("lat", "lon"), np.zeros((2, 3)))}))
+    with pytest.raises(DimensionError, match=r"chooses rows of the time dim, but .* has none"):
+        compute(store, time=slice(0, 1))
