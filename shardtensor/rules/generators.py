@@ -6,6 +6,8 @@ generator is seeded from a number that all ranks draw alike and the block's plac
 
 from __future__ import annotations
 
+from zlib import crc32
+
 import torch
 
 from shardtensor.comm.agree import gather_facts
@@ -69,7 +71,7 @@ def block_generator(
 
 
 def require_in_step(mesh: DeviceMesh) -> None:
-    """Check, at its first call for a mesh, that the default generators of all its ranks are in the same state.
+    """Check, until it finds so once for a mesh, that the default generators of all its ranks are in the same state.
 
     Raises:
         RankDisagreementError: they are not.
@@ -79,8 +81,8 @@ def require_in_step(mesh: DeviceMesh) -> None:
     states = {"cpu": torch.random.get_rng_state()}
     if mesh.device_type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state()
-    facts = gather_facts({name: hash(state.numpy().tobytes()) for name, state in states.items()}, mesh)
-    _in_step.add(mesh)
+    # Not hash(): it differs from process to process.
+    facts = gather_facts({name: crc32(state.numpy().tobytes()) for name, state in states.items()}, mesh)
     first = next(iter(facts.values()))
     odd = [at for at, found in facts.items() if found != first]
     if odd:
@@ -89,3 +91,4 @@ def require_in_step(mesh: DeviceMesh) -> None:
             f"generators differ: those at mesh coordinates {odd} from the first rank's. Call torch.manual_seed with "
             f"one seed on all ranks that share a sample (seeds may differ along the data axis)"
         )
+    _in_step.add(mesh)
