@@ -12,6 +12,7 @@ import torch
 
 from shardsets.errors import SampleError
 from shardsets.grid import GridSamples, GridSlabReader
+from shardsets.samples import SampleSet
 
 __all__ = ["ChannelStatistics", "Moments", "given_statistics", "measure"]
 
@@ -51,13 +52,13 @@ class ChannelStatistics:
         return mean[:, None, None], scale[:, None, None]
 
 
-def given_statistics(given: Any, samples: Any) -> ChannelStatistics:
+def given_statistics(given: Any, samples: SampleSet) -> ChannelStatistics:
     """Statistics from a JSON file of ``shardio stats``, a `shardio.statistics.Statistics`, or {name: (mean, std)}.
 
-    A mapping may name channels ("t_850") or variables ("t").
+    A mapping may name channels ("t_850") or, for samples of a store, variables ("t").
 
     Raises:
-        SampleError: a channel has no statistics.
+        SampleError: a channel has no statistics, or statistics of a store were given for other samples.
     """
     if isinstance(given, ChannelStatistics):
         given = dict(zip(given.channels, zip(given.mean, given.std, strict=True), strict=True))
@@ -65,11 +66,13 @@ def given_statistics(given: Any, samples: Any) -> ChannelStatistics:
         from shardio.statistics import Statistics
 
         given = Statistics.from_json(given)
+    owner: dict[str, str] = {}
+    if isinstance(samples, GridSamples):
+        owner = {name: field.source.name for field in samples.fields for name in samples.names(field)}
     pairs = given if isinstance(given, Mapping) else _by_channel(given, samples)
-    owner = {name: field.source.name for field in samples.fields for name in samples.names(field)}
     found = {}
     for channel in samples.channels:
-        key = channel if channel in pairs else owner[channel]
+        key = channel if channel in pairs else owner.get(channel, channel)
         if key not in pairs:
             raise SampleError(f"statistics have no entry for channel {channel!r}; they have {sorted(pairs)}")
         found[channel] = pairs[key]
@@ -80,14 +83,19 @@ def given_statistics(given: Any, samples: Any) -> ChannelStatistics:
     )
 
 
-def _by_channel(statistics: Any, samples: GridSamples) -> dict[str, tuple[float, float]]:
+def _by_channel(statistics: Any, samples: SampleSet) -> dict[str, tuple[float, float]]:
+    if not isinstance(samples, GridSamples):
+        raise SampleError(
+            f"statistics of a store's variables do not say what the channels of {type(samples).__name__} are: give "
+            f"{{channel: (mean, std)}}"
+        )
     pairs = {}
     for field in samples.fields:
         known = statistics.variables.get(field.source.name)
         if known is None:
             continue
         for place, name in enumerate(samples.names(field)):
-            entry = known.per_level[field.levels[place]] if field.levels and known.per_level else known
+            entry = known.levels[field.levels[place]] if field.levels and known.levels else known
             pairs[name] = (entry.mean, entry.std)
     return pairs
 

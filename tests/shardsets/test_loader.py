@@ -7,8 +7,10 @@ import pytest
 import torch
 import xarray as xr
 
-from shardio import ShardIOError
-from shardsets import DomainDataLoader, NotANumberError, SampleError
+from shardio import ShardIOError, open_store
+from shardio.statistics import Statistics, compute
+from shardsets import DomainDataLoader, NotANumberError, SampleError, SampleSet
+from shardsets.statistics import given_statistics
 from shardtensor import ShardTensor
 
 
@@ -191,6 +193,35 @@ def test_statistics_skip_nan_and_can_be_given(store, truth):
     assert torch.allclose(next(iter(given))["input"][0, 3], torch.from_numpy(truth[0, 3]) / 2)
     with pytest.raises(SampleError, match="no entry for channel 'u'"):
         DomainDataLoader(store, statistics={"t": (280.0, 10.0)})
+
+
+def test_statistics_of_a_store_are_taken_by_level(store, tmp_path):
+    computed = DomainDataLoader(store, statistics="compute").statistics
+    with open_store(store) as opened:
+        compute(opened).to_json(tmp_path / "stats.json")
+    found = DomainDataLoader(store, levels=[850, 1000], statistics=tmp_path / "stats.json").statistics
+    assert found.channels == computed.channels[1:]
+    np.testing.assert_allclose(found.mean, computed.mean[1:], rtol=1e-10)
+    np.testing.assert_allclose(found.std, computed.std[1:], rtol=1e-10)
+
+
+def test_statistics_of_samples_that_are_no_store():
+    class Other(SampleSet):
+        channels = ("a",)
+
+        def __len__(self):
+            return 1
+
+        def slab_reader(self, *_):
+            raise NotImplementedError
+
+        def close(self): ...
+
+    assert given_statistics({"a": (1.0, 2.0)}, Other()).mean == (1.0,)
+    with pytest.raises(SampleError, match="no entry for channel 'a'"):
+        given_statistics({"b": (1.0, 2.0)}, Other())
+    with pytest.raises(SampleError, match=r"give \{channel"):
+        given_statistics(Statistics({}), Other())
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
