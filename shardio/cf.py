@@ -77,7 +77,7 @@ def find_grid(
     data = [source for source in candidates if source.name not in skipped]
     spaces = {source.name: space for source in data if (space := _space(source, roles, spatial))}
     if not spaces:
-        raise _no_grid(data, skipped, roles, variables)
+        raise _no_grid(data, skipped, roles)
     # Staggered grids and groups have several spatial extents; the one that most variables share is the grid.
     chosen = Counter(spaces.values()).most_common(1)[0][0]
     for source in data:
@@ -134,9 +134,7 @@ def _text(dims: Space | Mapping[str, int]) -> str:
     return "(" + ", ".join(f"{dim} {size}" for dim, size in dict(dims).items()) + ")"
 
 
-def _no_grid(
-    data: Sequence[Source], skipped: Mapping[str, str], roles: Mapping[str, str], variables: Sequence[str] | None
-) -> Exception:
+def _no_grid(data: Sequence[Source], skipped: Mapping[str, str], roles: Mapping[str, str]) -> Exception:
     if not data:
         reasons = "; ".join(f"{name!r} {reason}" for name, reason in list(skipped.items())[:8]) or "it is empty"
         return NoVariableError(f"no array can be used as a variable on a grid: {reasons}; name others with variables=")
