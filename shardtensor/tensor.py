@@ -164,7 +164,7 @@ class ShardTensor(torch.Tensor):
     @classmethod
     def from_dtensor(cls, dtensor: DTensor) -> ShardTensor:
         """The same tensor as a ShardTensor, without communication, differentiable."""
-        result: ShardTensor = boundary.FromDTensor.apply(dtensor, cls)
+        result: ShardTensor = boundary.FromDTensor.apply(dtensor)
         return result
 
     def to_dtensor(self) -> DTensor:
