@@ -78,6 +78,7 @@ class GridSamples(SampleSet):
         **options: Any,
     ) -> None:
         self.store: Store = open_store(source, **options)
+        self._owns_store = self.store is not source
         self.grid: Grid = find_grid(
             self.store, variables=variables, time=time_dim(time), level=_level_dim(levels), spatial=spatial
         )
@@ -158,7 +159,8 @@ class GridSamples(SampleSet):
         return GridSlabReader(self, partition, rank, halo, periodic)
 
     def close(self) -> None:
-        self.store.close()
+        if self._owns_store:
+            self.store.close()
 
 
 def _level_dim(levels: Levels) -> str | None:

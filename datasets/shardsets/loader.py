@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -96,6 +95,7 @@ class DomainDataLoader:
         nan: str | float = "raise",
     ) -> None:
         self._mesh = mesh
+        self._owns_samples = not isinstance(source, SampleSet)
         self.dtype, self.transform, self.prefetch = dtype, transform, prefetch
         self.device = torch.device(device or ("cpu" if mesh is None else mesh.device_type))
 
@@ -316,7 +316,8 @@ class DomainDataLoader:
         """Stop reading ahead and close the files that the loader opened."""
         self._stop()
         self._reader.close()
-        self.samples.close()
+        if self._owns_samples:
+            self.samples.close()
 
     def _stop(self) -> None:
         if self._iterator is not None:
@@ -353,7 +354,6 @@ class _Ahead:
             self._fill()
             return batch, None
         except Exception as error:
-            error.add_note("".join(traceback.format_exception(error)[-2:]))
             return None, error
 
     def stop(self) -> None:

@@ -97,4 +97,4 @@ class SampleSet(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the files."""
+        """Close the files that it opened."""

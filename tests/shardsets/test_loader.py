@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import xarray as xr
 
 from shardio import ShardIOError, open_store
 from shardio.statistics import Statistics, compute
-from shardsets import DomainDataLoader, NotANumberError, SampleError, SampleSet
+from shardsets import DomainDataLoader, GridSamples, NotANumberError, SampleError, SampleSet
 from shardsets.statistics import given_statistics
 from shardtensor import ShardTensor
 
@@ -222,6 +224,17 @@ def test_statistics_of_samples_that_are_no_store():
         given_statistics({"b": (1.0, 2.0)}, Other())
     with pytest.raises(SampleError, match=r"give \{channel"):
         given_statistics(Statistics({}), Other())
+
+
+def test_closes_only_what_it_opened(store):
+    closed = []
+    with open_store(store) as opened:
+        watched = replace(opened, closers=(lambda: closed.append(True),))
+        samples = GridSamples(watched)
+        DomainDataLoader(samples).close()
+        DomainDataLoader(watched).close()
+        samples.close()
+        assert not closed
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
