@@ -6,6 +6,7 @@ generator is seeded from a number that all ranks draw alike and the block's plac
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from zlib import crc32
 
 import torch
@@ -14,7 +15,7 @@ from shardtensor.comm.agree import gather_facts
 from shardtensor.errors import RankDisagreementError
 from shardtensor.spec import Cut, DeviceMesh, ShardTensorSpec, mesh_sizes
 
-__all__ = ["block_generator", "common_seed", "mixed_seed", "require_in_step"]
+__all__ = ["block_generator", "common_seed", "mixed_seed", "replicas_seed", "require_in_step"]
 
 _BITS = 2**64 - 1
 
@@ -25,6 +26,17 @@ def common_seed(generator: torch.Generator | None = None) -> int:
     """A fresh seed, the same on all ranks whose generators are in step; drawn on the CPU by default."""
     device = generator.device if generator is not None else torch.device("cpu")
     return int(torch.randint(2**62, (), generator=generator, device=device, dtype=torch.int64))
+
+
+def replicas_seed(mesh: DeviceMesh, held: Collection[int]) -> int:
+    """A fresh seed, the same on all ranks that compute the same: those along axes that are not ``held`` apart by data.
+
+    Raises:
+        RankDisagreementError: these ranks' generators are not in step.
+    """
+    if any(size > 1 and axis not in held for axis, size in enumerate(mesh_sizes(mesh))):
+        require_in_step(mesh)
+    return common_seed()
 
 
 def mixed_seed(seed: int, *parts: int) -> int:
