@@ -52,7 +52,7 @@ class Grid:
 def find_grid(
     store: Store,
     *,
-    variables: Sequence[str] | None = None,
+    variables: str | Sequence[str] | None = None,
     time: str | None = None,
     level: str | None = None,
     spatial: Sequence[str] | None = None,
@@ -61,7 +61,7 @@ def find_grid(
 
     Args:
         store: an opened store.
-        variables: the variables wanted; by default all that lie on the grid that most of them share.
+        variables: the variables wanted, or one's name; by default all that lie on the grid that most of them share.
         time, level: name of the dim, where it is not recognised.
         spatial: names of the spatial dims, where they are not recognised.
 
@@ -70,6 +70,8 @@ def find_grid(
         NoVariableError: no array lies on two spatial dims.
         DimensionError: dims cannot be recognised; the error says which argument names them.
     """
+    if isinstance(variables, str):  # or its letters would be looked up
+        variables = (variables,)
     candidates = [store[name] for name in variables] if variables is not None else list(store.values())
     named = _referred_to(store)
     skipped = {source.name: reason for source in candidates if (reason := _not_data(source, store, named))}

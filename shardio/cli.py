@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -20,29 +21,41 @@ from shardio.plan import plan
 from shardio.source import Store, open_store
 from shardio.statistics import compute
 
-app = typer.Typer(help="Reads slabs of stored arrays.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="Look into a store, see what ranks would read of it, compute its statistics.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+class Missing(StrEnum):
+    """What to do about chunks that were never written."""
+
+    RAISE = "raise"
+    FILL = "fill"
+
 
 StoreArgument = Annotated[str, typer.Argument(help="Path or URL of a store.", metavar="STORE")]
 Variables = Annotated[list[str] | None, typer.Option("--variable", "-v", help="A variable; may be repeated.")]
-Missing = Annotated[str, typer.Option(help="Chunks that were never written: 'raise' an error, or 'fill'.")]
+FormatName = Annotated[str | None, typer.Option("--format", help="By default found from content and ending.")]
 
 
 @contextmanager
-def _opened(source: str, missing: str = "fill") -> Iterator[Store]:
-    """The store; an error of ours becomes one line and exit code 1."""
+def _opened(source: str, format: str | None, missing: Missing = Missing.FILL) -> Iterator[Store]:
+    """The store; an error of ours, or of the disk or network, becomes one line and exit code 1."""
     try:
-        with open_store(source, missing="raise" if missing == "raise" else "fill") as store:
+        with open_store(source, format=format, missing="fill" if missing is Missing.FILL else "raise") as store:
             yield store
-    except ShardIOError as error:
+    except (ShardIOError, OSError) as error:
         Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: ", end="")
         Console(stderr=True).print(str(error), markup=False, highlight=False)
         raise typer.Exit(1) from None
 
 
 @app.command()
-def inspect(source: StoreArgument) -> None:
+def inspect(source: StoreArgument, format: FormatName = None) -> None:
     """Show a store's arrays, the grid they lie on, and its times."""
-    with _opened(source) as store:
+    with _opened(source, format) as store:
         table = Table("array", "dims", "dtype", "chunks", "MB", "decode", title=f"{store.url} ({store.format})")
         for name, array in store.items():
             dims = ", ".join(f"{dim} {size}" for dim, size in zip(array.dims, array.shape, strict=True))
@@ -64,9 +77,10 @@ def show_plan(
     how: Annotated[str, typer.Option(help="Partition: 'even' or 'aligned'.")] = "even",
     halo: Annotated[int, typer.Option(help="Rows beyond the own ones, on both sides.")] = 0,
     variables: Variables = None,
+    format: FormatName = None,
 ) -> None:
     """Show what each rank would read of one time step of each variable, and how much more than it needs."""
-    with _opened(source) as store:
+    with _opened(source, format) as store:
         grid = find_grid(store, variables=variables)
         cut = dim or grid.spatial[0]
         for name in grid.variables:
@@ -92,10 +106,14 @@ def stats(
     start: Annotated[int | None, typer.Option(help="First time step that counts.")] = None,
     stop: Annotated[int | None, typer.Option(help="Time step before which to stop.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads; by default all cores.")] = None,
-    missing: Missing = "raise",
+    missing: Annotated[Missing, typer.Option(help="Chunks never written: an error, or fill values.")] = Missing.RAISE,
+    format: FormatName = None,
 ) -> None:
     """Compute mean, standard deviation and range of every variable and level, and write them to a JSON file."""
-    with _opened(source, missing) as store:
+    path = output or Path(f"{Path(source.rstrip('/')).name}.stats.json")
+    if not path.parent.is_dir():  # said before the work, not after it
+        raise typer.BadParameter(f"there is no folder {str(path.parent)!r}", param_hint="--output")
+    with _opened(source, format, missing) as store:
         grid = find_grid(store, variables=variables)
         with Progress(console=Console(stderr=True)) as progress:
             bar = progress.add_task("reading", total=None)
@@ -111,7 +129,6 @@ def stats(
             numbers = (entry.mean, entry.std, entry.minimum, entry.maximum)
             table.add_row(name, str(entry.count), *(f"{number:.6g}" for number in numbers))
         Console().print(table)
-        path = output or Path(f"{Path(source.rstrip('/')).name}.stats.json")
         found.to_json(path)
         Console().print(f"written to {path}")
 

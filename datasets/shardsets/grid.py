@@ -49,7 +49,7 @@ class GridSamples(SampleSet):
 
     Args:
         source: path or URL, opened store, or dataset.
-        variables: names; default: every variable that lies on the grid and has the time dim.
+        variables: names, or one; default: every variable that lies on the grid and has the time dim.
         levels: level values wanted (default all), or the level dim's name, or {name: values}.
         time: a stretch of the time axis (slice or pair of ISO times, end included, or of row numbers), the time dim's
             name, or {name: stretch}. Samples never reach over its ends.
@@ -68,7 +68,7 @@ class GridSamples(SampleSet):
         self,
         source: Any,
         *,
-        variables: Sequence[str] | None = None,
+        variables: str | Sequence[str] | None = None,
         levels: Levels = None,
         time: TimeChoice = None,
         input_steps: int = 1,
@@ -100,7 +100,12 @@ class GridSamples(SampleSet):
             )
         return self.grid.sizes[self.grid.time]
 
-    def _fields(self, variables: Sequence[str] | None, wanted: Sequence[float] | None) -> tuple[Field, ...]:
+    def _fields(self, variables: str | Sequence[str] | None, wanted: Sequence[float] | None) -> tuple[Field, ...]:
+        if wanted is not None and self.grid.level is None:
+            raise SampleError(
+                f"levels={list(wanted)} are wanted, but no dim of {self.grid.variables} is recognised as levels; leave "
+                f"levels= out, or name the dim with levels={{dim: values}}"
+            )
         fields: list[Field] = []
         first = 0
         for name in self.grid.variables:

@@ -73,7 +73,7 @@ class DomainDataLoader:
         source: Any,
         mesh: DeviceMesh | None = None,
         *,
-        variables: Sequence[str] | None = None,
+        variables: str | Sequence[str] | None = None,
         levels: Levels = None,
         time: TimeChoice = None,
         input_steps: int = 1,

@@ -58,13 +58,16 @@ def given_statistics(given: Any, samples: SampleSet) -> ChannelStatistics:
     A mapping may name channels ("t_850") or, for samples of a store, variables ("t").
 
     Raises:
-        SampleError: a channel has no statistics, or statistics of a store were given for other samples.
+        SampleError: there is no such file, a channel has no statistics, or statistics of a store were given for other
+            samples.
     """
     if isinstance(given, ChannelStatistics):
         given = dict(zip(given.channels, zip(given.mean, given.std, strict=True), strict=True))
     if isinstance(given, str | Path):
         from shardio.statistics import Statistics
 
+        if not Path(given).is_file():
+            raise SampleError(f"statistics={str(given)!r} is neither 'compute' nor a file that shardio stats wrote")
         given = Statistics.from_json(given)
     owner: dict[str, str] = {}
     if isinstance(samples, GridSamples):

@@ -7,6 +7,8 @@ import itertools
 import math
 import struct
 import threading
+import warnings
+import zipfile
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +20,7 @@ from zarr.buffer.cpu import NDBuffer, buffer_prototype
 from zarr.codecs import ShardingCodec
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.core.sync import sync
+from zarr.errors import ZarrUserWarning
 from zarr.storage import FsspecStore, LocalStore, WrapperStore, ZipStore
 
 from shardio.box import Box, shape_of, slices
@@ -192,13 +195,16 @@ def open_zarr(
     except FileNotFoundError as error:
         kind = StoreNotFoundError if is_url(source) else UnknownFormatError
         raise kind(f"{source} holds no Zarr group or array at {path!r}: {error}; check path and group=") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise UnknownFormatError(f"{source} cannot be opened as Zarr: {error}; mend its metadata") from error
     arrays: dict[str, zarr.Array[Any]] = {}
     if isinstance(node, zarr.Array):
         arrays[node.basename or "array"] = node
     else:
-        arrays.update((name, member) for name, member in node.members(max_depth=None) if isinstance(member, zarr.Array))
+        with warnings.catch_warnings():  # a file of another kind beside the arrays (a README, a list) is no news
+            warnings.filterwarnings("ignore", "Object at .* is not recognized as a component", ZarrUserWarning)
+            members = node.members(max_depth=None)
+        arrays.update((name, member) for name, member in members if isinstance(member, zarr.Array))
     sources = {name: ZarrSource(name, array, url, missing == "raise") for name, array in sorted(arrays.items())}
     closers = (base.close,) if isinstance(source, (str, Path)) else ()
     return Store(url, sources, dict(node.attrs.asdict()) if isinstance(node, zarr.Group) else {}, "zarr", closers)
@@ -222,4 +228,4 @@ def _looks_like_zarr(source: Any) -> bool:
     return any((local_path(source) / name).is_file() for name in METADATA)
 
 
-FORMAT = Format("zarr", open_zarr, (".zarr", ".zarr.zip"), _looks_like_zarr)
+FORMAT = Format("zarr", open_zarr, (".zarr", ".zarr.zip", ".zarr-v2", ".zarr-v3"), _looks_like_zarr)

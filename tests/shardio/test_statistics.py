@@ -130,3 +130,33 @@ def test_commands_fail_with_one_line(tmp_path: Path, values: np.ndarray) -> None
     code, output = run("plan", tmp_path / "a.zarr", "--ranks", 99)
     assert code == 1
     assert "PartitionError: dim 'lat' over mesh axis 'domain': 14 rows cannot be cut over 99 ranks" in output
+
+
+def test_command_stats_refuses_before_it_reads(tmp_path: Path, values: np.ndarray) -> None:
+    xr.Dataset({"a": (("time", "level", "lat", "lon"), values)}).to_zarr(tmp_path / "a.zarr")
+    code, output = run("stats", tmp_path / "a.zarr", "-o", tmp_path / "nowhere" / "out.json")
+    assert code == 2
+    assert "there is no folder" in output
+    assert "minimum" not in output
+    code, output = run("stats", tmp_path / "a.zarr", "--missing", "rais")
+    assert code == 2
+    assert "raise" in output
+
+
+def test_commands_take_a_format(tmp_path: Path, values: np.ndarray) -> None:
+    xr.Dataset({"a": (("lat", "lon"), values[0, 0])}).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    assert run("inspect", tmp_path / "a.nc", "--format", "hdf5")[0] == 0
+    code, output = run("inspect", tmp_path / "a.nc", "--format", "zarr")
+    assert code == 1
+    assert "UnknownFormatError" in output
+
+
+def test_a_url_that_fsspec_has_no_library_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def from_url(*_: object, **__: object) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("shardio.formats.zarr.FsspecStore.from_url", from_url)
+    code, output = run("inspect", "s3://bucket/era5.zarr")
+    assert code == 1
+    assert "MissingExtraError: 's3://bucket/era5.zarr' needs a library" in output
+    assert "Install s3fs" in output

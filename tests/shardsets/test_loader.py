@@ -207,6 +207,22 @@ def test_statistics_of_a_store_are_taken_by_level(store, tmp_path):
     np.testing.assert_allclose(found.std, computed.std[1:], rtol=1e-10)
 
 
+def test_one_variable_by_its_name(store):
+    data = xr.open_zarr(store)[["t"]].isel(level=0, drop=True).rename(t="t2m")
+    assert DomainDataLoader(data, variables="t2m").channels == ("t2m",)
+
+
+def test_levels_of_a_store_without_levels_are_refused(store):
+    data = xr.open_zarr(store)[["t"]].isel(level=0, drop=True)
+    with pytest.raises(SampleError, match=r"no dim of .* is recognised as levels"):
+        DomainDataLoader(data, levels=[500])
+
+
+def test_statistics_that_are_no_file(store):
+    with pytest.raises(SampleError, match="'computed' is neither 'compute' nor a file"):
+        DomainDataLoader(store, statistics="computed")
+
+
 def test_statistics_of_samples_that_are_no_store():
     class Other(SampleSet):
         channels = ("a",)
