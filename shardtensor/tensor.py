@@ -258,6 +258,8 @@ class ShardTensor(torch.Tensor):
         rule = RULES.get(func) or partial(run_replicated, func)
         if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
             rule = partial(_outside_inference, rule)
+        if args and isinstance(args[0], ShardTensor) and args[0]._moved_view and func.is_view and func in RULES:
+            rule = partial(_of_a_moved_view, rule)
         try:
             if running_traces:
                 with op_scope(str(func)):
@@ -325,6 +327,14 @@ def _outside_inference(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     """Under ``inference_mode``, torch takes a view of a normal tensor for a normal tensor: it must be one."""
     with torch.inference_mode(False), torch.no_grad():
         return rule(*args, **kwargs)
+
+
+def _of_a_moved_view(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A view of a view that is a copy: no more than that view does it reach the tensor that both show."""
+    result = rule(*args, **kwargs)
+    for view in result if isinstance(result, list | tuple) else (result,):
+        view._moved_view = args[0]._moved_view
+    return result
 
 
 def _documented_new(

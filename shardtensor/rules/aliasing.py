@@ -28,13 +28,26 @@ def refuse_lost_write(target: ShardTensor, op: Any = None) -> None:
     Raises:
         OpError: the tensor is a view that is a copy.
     """
-    if target._moved_view == "in forward" or (
-        target._moved_view and op is torch.ops.aten.copy_.default and in_backward()
+    repeats = in_backward() and op is torch.ops.aten.copy_.default
+    if (
+        target._moved_view == "in forward"
+        or (target._moved_view and repeats)
+        or ((repeats or not in_backward()) and _lies_apart(target))
     ):
         raise OpError(
             f"in-place write to a view {tuple(target._spec.shape)} whose rows had to move between ranks: it would not "
             f"reach the tensor it shows. Assign through that tensor (x[:, 3] = value), or clone() the view first"
         )
+
+
+def _lies_apart(view: ShardTensor) -> bool:
+    """Whether this rank's block is not in its base's memory: a rule copied it, or the base was given another block."""
+    if not view._is_view() or not view._local_tensor.numel():
+        return False
+    base = view._base
+    return isinstance(base, ShardTensor) and (
+        view._local_tensor.untyped_storage()._cdata != base._local_tensor.untyped_storage()._cdata
+    )
 
 
 def refuse_lost_view(target: ShardTensor) -> None:
