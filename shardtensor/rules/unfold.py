@@ -68,8 +68,8 @@ def unfold(self: ShardTensor, dimension: int, size: int, step: int) -> ShardTens
         group = comm.group_of(source._spec.mesh, plan.axis)
         local = comm.halo_exchange(local, dim, cut.sizes, plan.windows, group)
         if not local.shape[dim]:
-            return moved(wrap(local.new_empty(plan.spec.local_shape), plan.spec))
-    return moved(wrap(local.unfold(dim, size, step), plan.spec))
+            return moved(wrap(local.new_empty(plan.spec.local_shape), plan.spec), self)
+    return moved(wrap(local.unfold(dim, size, step), plan.spec), self)
 
 
 @rule(aten.unfold_backward.default)

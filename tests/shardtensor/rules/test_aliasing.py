@@ -116,3 +116,62 @@ def test_a_tensor_written_and_read_by_an_op_without_a_rule(ranks):
         assert torch.equal(x.full_tensor()[..., -1], 3 * WHOLE[..., -1])
 
     ranks.run(check, mesh=(3,))
+
+
+def read_after(source, views, write, grads):
+    def function(x):
+        base = SOURCES[source](x if grads else x.detach())
+        view = base
+        for name in views:
+            view = VIEWS[name](view)
+        WRITES[write](base)
+        return base, view * 1
+
+    return function
+
+
+@pytest.mark.parametrize("grads", [True, False], ids=["with gradients", "without"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_view_shows_what_was_written_after_it_was_made_or_is_refused(ranks, source, grads):
+    def check(mesh):
+        warnings.simplefilter("ignore")
+        refused, right = 0, 0
+        pairs = [(name,) for name in VIEWS] + list(itertools.pairwise([*VIEWS, *list(VIEWS)[::2], *list(VIEWS)[1::3]]))
+        cases = zip(pairs, itertools.cycle(WRITES), itertools.cycle(CUTS.values()), strict=False)
+        for views, write, cut in cases:
+            function = read_after(source, views, write, grads)
+            try:
+                function(WHOLE.clone().requires_grad_(grads))
+            except (RuntimeError, IndexError):
+                continue
+            try:
+                assert_same_as_plain(function, [WHOLE], mesh, [{0: cut}])
+                right += 1
+            except Exception as error:
+                if isinstance(error, OpError) and (
+                    "holds old values" in str(error) or "expanded or waits" in str(error)
+                ):
+                    refused += 1
+                    continue
+                raise AssertionError(f"{views}, {write}, cut {cut}: {error}") from error
+        return refused, right
+
+    counts = ranks.run(check, mesh=(3,))
+    assert len(set(counts)) == 1, f"ranks disagree: {counts}"
+    refused, right = counts[0]
+    assert right > 0
+    assert refused < 40
+
+
+def test_a_stale_view_is_refused_wherever_it_is_read(ranks):
+    def check(mesh):
+        x = shard(WHOLE, mesh, {0: CUTS["last"]}) + 0
+        for read in (torch.Tensor.sum, lambda v: v.full_tensor() + 0, lambda v: v + 1, lambda v: v.T @ v, torch.clone):
+            view, kept = x[..., -1], x[..., -1].clone()
+            x[0, 0, 0] = 3.0
+            with pytest.raises(OpError, match="holds old values"):
+                read(view)
+            read(kept)
+        assert x[..., -1].sum().isfinite()
+
+    ranks.run(check, mesh=(3,))
