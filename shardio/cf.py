@@ -52,7 +52,7 @@ class Grid:
 def find_grid(
     store: Store,
     *,
-    variables: Sequence[str] | None = None,
+    variables: str | Sequence[str] | None = None,
     time: str | None = None,
     level: str | None = None,
     spatial: Sequence[str] | None = None,
@@ -61,7 +61,7 @@ def find_grid(
 
     Args:
         store: an opened store.
-        variables: the variables wanted; by default all that lie on the grid that most of them share.
+        variables: the variables wanted, or one's name; by default all that lie on the grid that most of them share.
         time, level: name of the dim, where it is not recognised.
         spatial: names of the spatial dims, where they are not recognised.
 
@@ -70,6 +70,8 @@ def find_grid(
         NoVariableError: no array lies on two spatial dims.
         DimensionError: dims cannot be recognised; the error says which argument names them.
     """
+    if isinstance(variables, str):  # or its letters would be looked up
+        variables = (variables,)
     candidates = [store[name] for name in variables] if variables is not None else list(store.values())
     named = _referred_to(store)
     skipped = {source.name: reason for source in candidates if (reason := _not_data(source, store, named))}
@@ -77,7 +79,7 @@ def find_grid(
     data = [source for source in candidates if source.name not in skipped]
     spaces = {source.name: space for source in data if (space := _space(source, roles, spatial))}
     if not spaces:
-        raise _no_grid(data, skipped, roles, variables)
+        raise _no_grid(data, skipped, roles)
     # Staggered grids and groups have several spatial extents; the one that most variables share is the grid.
     chosen = Counter(spaces.values()).most_common(1)[0][0]
     for source in data:
@@ -134,9 +136,7 @@ def _text(dims: Space | Mapping[str, int]) -> str:
     return "(" + ", ".join(f"{dim} {size}" for dim, size in dict(dims).items()) + ")"
 
 
-def _no_grid(
-    data: Sequence[Source], skipped: Mapping[str, str], roles: Mapping[str, str], variables: Sequence[str] | None
-) -> Exception:
+def _no_grid(data: Sequence[Source], skipped: Mapping[str, str], roles: Mapping[str, str]) -> Exception:
     if not data:
         reasons = "; ".join(f"{name!r} {reason}" for name, reason in list(skipped.items())[:8]) or "it is empty"
         return NoVariableError(f"no array can be used as a variable on a grid: {reasons}; name others with variables=")

@@ -216,7 +216,9 @@ class _Prepared:
                 attrs["calendar"] = "proleptic_gregorian"
             dtype = np.dtype(np.int64)
         if dtype.kind == "f" and "_FillValue" not in attrs:  # NetCDF's own is in force without being written down
-            attrs |= {"_FillValue": value for value in source.decode.missing if value == dtype.type(NETCDF_FILL)}
+            default = dtype.type(NETCDF_FILL)
+            if default in source.decode.missing:
+                attrs["_FillValue"] = float(default)
         part = _part(source, chunking.unit)
         return cls(source.name, source.dims, source.shape, dtype, chunking, part, attrs)
 

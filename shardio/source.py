@@ -17,7 +17,7 @@ from shardio.blocks import decoded_bytes
 from shardio.box import Box, shape_of, whole
 from shardio.codecs.base import Counted, Share, in_turn
 from shardio.decode import Decode
-from shardio.errors import StoreNotFoundError, UnknownFormatError, VariableNotFoundError
+from shardio.errors import MissingExtraError, StoreNotFoundError, UnknownFormatError, VariableNotFoundError
 from shardio.location import is_url, local_path
 
 Missing = Literal["raise", "fill"]
@@ -240,6 +240,7 @@ def open_store(source: Any, *, format: str | None = None, missing: Missing = "ra
     Raises:
         StoreNotFoundError: there is nothing at this path.
         UnknownFormatError: no format opens it.
+        MissingExtraError: an optional library is missing, or the one for this kind of URL.
     """
     if isinstance(source, Store):
         return source
@@ -247,7 +248,13 @@ def open_store(source: Any, *, format: str | None = None, missing: Missing = "ra
         source = Path(source)
     if missing not in ("raise", "fill"):
         raise ValueError(f"missing={missing!r} is not known; it is 'raise' or 'fill'")
-    return _find_format(source, format).opener(source, missing=missing, **options)
+    opener = _find_format(source, format).opener
+    try:
+        return opener(source, missing=missing, **options)
+    except ImportError as error:
+        if isinstance(error, MissingExtraError) or not is_url(source):
+            raise
+        raise MissingExtraError(f"{source!r} needs a library that fsspec opens such URLs with: {error}") from error
 
 
 def _find_format(source: Any, name: str | None) -> Format:
@@ -270,5 +277,5 @@ def _find_format(source: Any, name: str | None) -> Format:
                 return row
     raise UnknownFormatError(
         f"{source!r} is no store that a format recognises by its content or its ending; "
-        f"say format=, one of: {', '.join(sorted(FORMATS))}"
+        f"say which with open_store(..., format=) or shardio --format: {', '.join(sorted(FORMATS))}"
     )

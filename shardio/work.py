@@ -32,12 +32,13 @@ class Cluster:
     Attributes:
         scheduler: address, such as "tcp://10.0.0.1:8786".
         source: path or URL of the store, as the workers reach it.
-        missing: see open_store.
+        missing, format: see open_store.
     """
 
     scheduler: str
     source: str
     missing: Missing = "raise"
+    format: str | None = None
 
 
 def run(
@@ -78,7 +79,9 @@ def run(
         ) from error
     with client:
         for batch in batches:
-            futures = client.map(partial(_by_worker, function, cluster.source, cluster.missing), batch, pure=False)
+            futures = client.map(
+                partial(_by_worker, function, cluster.source, cluster.missing, cluster.format), batch, pure=False
+            )
             try:
                 for future in futures:
                     result = future.result()
@@ -111,11 +114,11 @@ _opening = threading.Lock()
 
 
 @lru_cache(4)
-def _opened(source: str, missing: Missing) -> Store:
-    return open_store(source, missing=missing)
+def _opened(cluster: Cluster) -> Store:
+    return open_store(cluster.source, missing=cluster.missing, format=cluster.format)
 
 
-def _by_worker(function: Callable[[Store, Any], Any], source: str, missing: Missing, part: Any) -> Any:
+def _by_worker(function: Callable[[Store, Any], Any], cluster: Cluster, part: Any) -> Any:
     with _opening:  # so that two threads of a worker do not open it twice
-        store = _opened(source, missing)
+        store = _opened(cluster)
     return function(store, part)

@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta as DTensorMeta
 from shardtensor import comm
 from shardtensor import tensor as sharded  # the class itself: used at call time only, the two modules need each other
 from shardtensor.errors import LayoutError
-from shardtensor.infer import layout_like, normalized
+from shardtensor.infer import layout_like
 from shardtensor.redistribute import redistribute_local
 from shardtensor.spec import Layout, ShardTensorSpec, mesh_sizes, replicate
 
@@ -89,16 +89,15 @@ class FromDTensor(torch.autograd.Function):
     """DTensor -> ShardTensor, sharing the block; the gradient comes back as a DTensor placed as the input."""
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, _: type) -> Any:
+    def forward(ctx: Any, dtensor: DTensor) -> Any:
         mesh = dtensor.device_mesh
-        placements = normalized(dtensor.placements, mesh, dtensor.ndim)
         whole = ShardTensorSpec.of(mesh, replicate(mesh.ndim), dtensor.shape, dtensor.dtype, dtensor.stride())
-        ctx.spec = whole.with_layout(layout_like(whole, placements))
+        ctx.spec = whole.with_layout(layout_like(whole, dtensor.placements))
         return sharded.wrap(comm.finished(dtensor._local_tensor).detach(), ctx.spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return ToDTensor.apply(in_layout(grad, ctx.spec, ctx.spec.resolved_layout)), None
+        return ToDTensor.apply(in_layout(grad, ctx.spec, ctx.spec.resolved_layout))
 
 
 class ToDTensor(torch.autograd.Function):
@@ -113,5 +112,5 @@ class ToDTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        tensor = FromDTensor.apply(grad, None) if isinstance(grad, DTensor) else grad
+        tensor = FromDTensor.apply(grad) if isinstance(grad, DTensor) else grad
         return in_layout(tensor, ctx.spec, ctx.spec.resolved_layout)

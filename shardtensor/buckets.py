@@ -16,14 +16,12 @@ import torch
 from shardtensor import comm
 from shardtensor import tensor as sharded  # used at call time only: the two modules need each other
 from shardtensor.redistribute import redistribute_local
-from shardtensor.spec import DeviceMesh, Layout, Partial, ShardTensorSpec, mesh_sizes, replicate, whole_spec
+from shardtensor.spec import PENDING_SUM, DeviceMesh, Layout, ShardTensorSpec, mesh_sizes, replicate, whole_spec
 
 __all__ = ["PLAIN", "Promote", "buckets_are_open", "close_bucket", "find_in_buckets", "open_bucket"]
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The classes of tensors that are promoted: exactly these, no subclass with a dispatch of its own."""
-
-_SUM = Partial("sum")
 
 
 class Promote(torch.autograd.Function):
@@ -74,7 +72,7 @@ def _reduced(grads: Iterable[Any], mesh: DeviceMesh) -> list[torch.Tensor | None
 def _left_pending(spec: ShardTensorSpec) -> tuple[tuple[int, ...], Layout]:
     """The mesh axes whose sums wait for the bucket's all-reduce, and the layout in which they wait."""
     ranks, whole = mesh_sizes(spec.mesh), replicate(spec.mesh.ndim)
-    pending = [axis for axis in spec.partial_axes if spec.layout[axis] == _SUM]
+    pending = [axis for axis in spec.partial_axes if spec.layout[axis] == PENDING_SUM]
     rest = tuple(entry if axis in pending else whole[axis] for axis, entry in enumerate(spec.layout))
     return tuple(axis for axis in pending if ranks[axis] > 1), rest
 

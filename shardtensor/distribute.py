@@ -18,7 +18,7 @@ from shardtensor.buckets import close_bucket, open_bucket
 from shardtensor.comm.agree import gather_facts
 from shardtensor.comm.scatter import broadcast_value, broadcast_values, scatter_blocks
 from shardtensor.errors import LayoutError, RankDisagreementError
-from shardtensor.infer import layout_like, normalized
+from shardtensor.infer import layout_like
 from shardtensor.spec import DeviceMesh, Placement, ShardTensorSpec, mesh_sizes, replicate
 from shardtensor.tensor import ShardTensor
 
@@ -101,7 +101,7 @@ def scatter_tensor(
             raise LayoutError(f"rank {global_src} is the source, but its tensor is None")
         global_shape, dtype = facts
     whole = ShardTensorSpec.of(mesh, replicate(mesh.ndim), global_shape, dtype)
-    spec = whole.with_layout(layout_like(whole, normalized(placements, mesh, whole.ndim)))
+    spec = whole.with_layout(layout_like(whole, placements))
     if spec.partial_axes:
         raise LayoutError(f"cannot scatter to {tuple(placements)}: a tensor handed out has no pending reduction")
     blocks = None

@@ -36,6 +36,7 @@ def run_replicated(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> An
             f"{func} has no rule, and strict() forbids running it on gathered inputs ({given}). Register one with "
             f"ShardTensor.register_dispatch_handler"
         )
+    written = _written(func, args, kwargs)
     found: list[tuple[Any, torch.Tensor]] = []
     whole_args, whole_kwargs = _map((args, kwargs), lambda tensor: _gathered(tensor, found))
     moved = sum(whole.numel() * whole.element_size() for tensor, whole in found if whole is not tensor._local_tensor)
@@ -55,7 +56,8 @@ def run_replicated(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> An
         for (tensor, whole), shape in zip(found, shapes, strict=True):
             if whole.shape != shape:
                 raise OpError(f"{func} changes a shape in place, {tuple(shape)} to {tuple(whole.shape)}: use x = f(x)")
-            _write_back(tensor, whole)
+            if any(tensor is target for target in written):
+                _write_back(tensor, whole)
     by_whole = {id(whole): tensor for tensor, whole in found}
     return _map(result, lambda whole: by_whole[id(whole)] if id(whole) in by_whole else _replicated(whole, mesh))
 
@@ -82,6 +84,20 @@ def _sharded(value: Any) -> list[Any]:
     return found
 
 
+def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The sharded arguments that the op writes to in place; each must be one that a write reaches."""
+    from shardtensor.rules.aliasing import refuse_lost_view, refuse_lost_write  # rules import what calls this
+
+    arguments = func._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    written = _sharded([given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write])
+    for tensor in written:
+        refuse_lost_write(tensor, func)
+        if tensor._spec.partial_axes:
+            refuse_lost_view(tensor)
+    return written
+
+
 def _agree(result: Any, mesh: DeviceMesh) -> None:
     """Give all ranks the random numbers of the first: what is replicated must be the same everywhere."""
     drawn: list[torch.Tensor] = []
@@ -90,13 +106,28 @@ def _agree(result: Any, mesh: DeviceMesh) -> None:
         comm.broadcast_values(drawn, 0, comm.group_of(mesh, axis))
 
 
-def _gathered(tensor: torch.Tensor, found: list[Any]) -> torch.Tensor:
+def _gathered(tensor: torch.Tensor, found: list[tuple[Any, torch.Tensor]]) -> torch.Tensor:
     if not isinstance(tensor, sharded.ShardTensor):
         return tensor
+    for known, whole in found:
+        if known is tensor:  # passed twice: what is written to it is read from it
+            return whole
     spec = tensor._spec
     whole = redistribute_local(tensor._local_tensor, spec, replicate(len(spec.layout)))
+    if whole.is_contiguous() != tensor.is_contiguous():
+        whole = _strided(whole, spec)
     found.append((tensor, whole))
     return whole
+
+
+def _strided(whole: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
+    """A copy with the strides of ``spec``: kernels, and formulas of their backward, choose by them (det, solve)."""
+    copy = torch.empty_strided(spec.shape, spec.tensor_meta.stride, dtype=whole.dtype, device=whole.device)
+    stored, rows = copy, whole
+    for dim in spec.broadcast_dims:  # one stored row stands for all
+        stored, rows = stored.narrow(dim, 0, 1), rows.narrow(dim, 0, 1)
+    stored.copy_(rows)
+    return copy
 
 
 def _write_back(tensor: Any, whole: torch.Tensor) -> None:

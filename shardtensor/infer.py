@@ -27,7 +27,7 @@ from shardtensor.spec import (
     replicate,
 )
 
-__all__ = ["current_mesh", "in_memory_order", "infer_spec", "layout_like", "normalized"]
+__all__ = ["current_mesh", "in_memory_order", "infer_spec", "layout_like"]
 
 
 def current_mesh() -> DeviceMesh:
@@ -55,9 +55,10 @@ def layout_like(
     else from ``torch.chunk``.
 
     Raises:
-        LayoutError: the placements or sizes do not fit mesh or tensor.
+        LayoutError: the placements do not fit mesh or tensor, or sizes name an axis that cuts nothing. (That sizes fit
+            is for the spec to check that takes the layout.)
     """
-    checked = normalized(placements, spec.mesh, spec.ndim)
+    checked = _normalized(placements, spec.mesh, spec.ndim)
     layout: list[AxisLayout] = []
     for axis, (have, placement) in enumerate(zip(spec.layout, checked, strict=True)):
         named = sizes is not None and axis in sizes
@@ -66,7 +67,7 @@ def layout_like(
         if not isinstance(placement, Shard):
             layout.append(placement)  # type: ignore[arg-type]
         elif named:
-            layout.append(checked_cut(placement.dim, sizes[axis], spec, axis))  # type: ignore[index]
+            layout.append(Cut(placement.dim, tuple(map(int, sizes[axis]))))  # type: ignore[index]
         elif isinstance(have, Cut) and have.dim == placement.dim and not chunked:
             layout.append(have)
         else:
@@ -74,15 +75,7 @@ def layout_like(
     return tuple(layout)
 
 
-def checked_cut(dim: int, sizes: Sequence[int], spec: ShardTensorSpec, axis: int) -> Cut:
-    """A cut with one size per rank of the mesh axis."""
-    ranks = mesh_sizes(spec.mesh)[axis]
-    if len(sizes) != ranks or any(size < 0 for size in sizes):
-        raise LayoutError(f"sizes {tuple(sizes)} for mesh axis {axis} of {ranks} ranks: give one size >= 0 per rank")
-    return Cut(dim, tuple(int(size) for size in sizes))
-
-
-def normalized(placements: Sequence[Placement] | None, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
+def _normalized(placements: Sequence[Placement] | None, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
     """Placements with dims counted from the front.
 
     Raises:
@@ -124,7 +117,7 @@ def infer_spec(
     if sharding_shapes == "chunk":
         if global_shape is None:
             raise LayoutError("sharding_shapes='chunk' needs global_shape, the shape of the whole tensor")
-        return _chunk_spec(local, mesh, normalized(placements, mesh, local.ndim), tuple(global_shape))
+        return _chunk_spec(local, mesh, _normalized(placements, mesh, local.ndim), tuple(global_shape))
     claimed = None
     if isinstance(sharding_shapes, dict):
         claimed = {axis: tuple(tuple(shape) for shape in found) for axis, found in sharding_shapes.items()}
@@ -185,7 +178,7 @@ def _agreed_spec(facts: dict[tuple[int, ...], _Fact], mesh: DeviceMesh) -> Shard
         raise RankDisagreementError(f"the ranks' blocks differ in their number of dims, by mesh coordinate: {shapes}")
     _check_claims(facts, mesh)
     first = next(iter(facts.values()))
-    placements = normalized(first.placements, mesh, len(first.shape))
+    placements = _normalized(first.placements, mesh, len(first.shape))
     length = list(first.shape)
     layout: list[AxisLayout] = []
     for axis, placement in enumerate(placements):

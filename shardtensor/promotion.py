@@ -187,7 +187,7 @@ def _with_promoted(value: Any, mesh: DeviceMesh, everything: bool = False) -> An
         if isinstance(item, DTensor):
             if item.device_mesh != mesh:
                 raise LayoutError(f"a DTensor on {item.device_mesh} meets a ShardTensor on {mesh}: use one mesh")
-            found[id(item)] = FromDTensor.apply(item, sharded.ShardTensor)
+            found[id(item)] = FromDTensor.apply(item)
     return _replaced(value, found)
 
 

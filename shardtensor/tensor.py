@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -40,6 +41,7 @@ class ShardTensor(torch.Tensor):
     _local_tensor: torch.Tensor
     _spec: ShardTensorSpec
     _moved_view: str = ""  # when a view became a copy, as its rows had to move between ranks: see rules/aliasing.py
+    _moved_views: tuple[ReferenceType[ShardTensor], ...] = ()  # views of this tensor that are copies
     __slots__ = ("_local_tensor", "_spec")
 
     @staticmethod
@@ -164,7 +166,7 @@ class ShardTensor(torch.Tensor):
     @classmethod
     def from_dtensor(cls, dtensor: DTensor) -> ShardTensor:
         """The same tensor as a ShardTensor, without communication, differentiable."""
-        result: ShardTensor = boundary.FromDTensor.apply(dtensor, cls)
+        result: ShardTensor = boundary.FromDTensor.apply(dtensor)
         return result
 
     def to_dtensor(self) -> DTensor:
@@ -258,6 +260,8 @@ class ShardTensor(torch.Tensor):
         rule = RULES.get(func) or partial(run_replicated, func)
         if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
             rule = partial(_outside_inference, rule)
+        if args and isinstance(args[0], ShardTensor) and (args[0]._moved_view or args[0]._spec.partial_axes):
+            rule = partial(_of_a_copy, rule) if func.is_view and func in RULES else rule
         try:
             if running_traces:
                 with op_scope(str(func)):
@@ -325,6 +329,18 @@ def _outside_inference(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     """Under ``inference_mode``, torch takes a view of a normal tensor for a normal tensor: it must be one."""
     with torch.inference_mode(False), torch.no_grad():
         return rule(*args, **kwargs)
+
+
+def _of_a_copy(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A view of a view that is a copy reaches the tensor that both show no more than that view does; and a tensor with
+    a pending sum gets another block when it is written in place, so that views of it no longer show it."""
+    from shardtensor.rules.aliasing import moved  # rules import this file
+
+    result = rule(*args, **kwargs)
+    for view in result if isinstance(result, list | tuple) else (result,):
+        mark = args[0]._moved_view or view._moved_view
+        moved(view, args[0])._moved_view = mark
+    return result
 
 
 def _documented_new(

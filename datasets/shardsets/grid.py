@@ -50,7 +50,7 @@ class GridSamples(SampleSet):
 
     Args:
         source: path or URL, opened store, or dataset.
-        variables: names; default: every variable that lies on the grid and has the time dim.
+        variables: names, or one; default: every variable that lies on the grid and has the time dim.
         levels: level values wanted (default all), or the level dim's name, or {name: values}.
         time: a stretch of the time axis (slice or pair of ISO times, end included, or of row numbers), the time dim's
             name, or {name: stretch}. Samples never reach over its ends.
@@ -70,7 +70,7 @@ class GridSamples(SampleSet):
         self,
         source: Any,
         *,
-        variables: Sequence[str] | None = None,
+        variables: str | Sequence[str] | None = None,
         levels: Levels = None,
         time: TimeChoice = None,
         input_steps: int = 1,
@@ -81,6 +81,7 @@ class GridSamples(SampleSet):
         **options: Any,
     ) -> None:
         self.store: Store = open_store(source, **options)
+        self._owns_store = self.store is not source
         try:
             self.grid: Grid = find_grid(
                 self.store, variables=variables, time=time_dim(time), level=_level_dim(levels), spatial=spatial
@@ -89,7 +90,7 @@ class GridSamples(SampleSet):
             first, count, breaks = chosen_rows(time, self.grid.times, self._times(), irregular=skip_irregular)
             self.windows = Windows(first, count, input_steps, target_steps, lead, breaks)
         except Exception:
-            if not isinstance(source, Store):
+            if self._owns_store:
                 self.store.close()
             raise
         self.left_out = self.windows.left_out
@@ -108,7 +109,12 @@ class GridSamples(SampleSet):
             )
         return self.grid.sizes[self.grid.time]
 
-    def _fields(self, variables: Sequence[str] | None, wanted: Sequence[float] | None) -> tuple[Field, ...]:
+    def _fields(self, variables: str | Sequence[str] | None, wanted: Sequence[float] | None) -> tuple[Field, ...]:
+        if wanted is not None and self.grid.level is None:
+            raise SampleError(
+                f"levels={list(wanted)} are wanted, but no dim of {self.grid.variables} is recognised as levels; leave "
+                f"levels= out, or name the dim with levels={{dim: values}}"
+            )
         fields: list[Field] = []
         first = 0
         for name in self.grid.variables:
@@ -181,7 +187,8 @@ class GridSamples(SampleSet):
         )
 
     def close(self) -> None:
-        self.store.close()
+        if self._owns_store:
+            self.store.close()
 
 
 def _level_dim(levels: Levels) -> str | None:

@@ -93,7 +93,7 @@ class DomainDataLoader:
         source: Any,
         mesh: DeviceMesh | None = None,
         *,
-        variables: Sequence[str] | None = None,
+        variables: str | Sequence[str] | None = None,
         levels: Levels = None,
         time: TimeChoice = None,
         input_steps: int = 1,
@@ -121,6 +121,7 @@ class DomainDataLoader:
         timeout: float = 300.0,
     ) -> None:
         self.prefetch = prefetch
+        self._owns_samples = not isinstance(source, SampleSet)
         self.device = torch.device(device or ("cpu" if mesh is None else mesh.device_type))
         self._ranks = Agreement(mesh)
 
@@ -285,7 +286,8 @@ class DomainDataLoader:
         self._reader.close()
         if self._group is not None:
             self._group.close()
-        self.samples.close()
+        if self._owns_samples:
+            self.samples.close()
 
     def _stop(self) -> None:
         if self._ahead is not None:

@@ -135,4 +135,4 @@ class SampleSet(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the files."""
+        """Close the files that it opened."""

@@ -54,25 +54,30 @@ class ChannelStatistics:
         return mean[:, None, None], scale[:, None, None]
 
 
-def given_statistics(given: Any, samples: Any) -> ChannelStatistics:
+def given_statistics(given: Any, samples: SampleSet) -> ChannelStatistics:
     """Statistics from a JSON file of ``shardio stats``, a `shardio.statistics.Statistics`, or {name: (mean, std)}.
 
-    A mapping may name channels ("t_850") or variables ("t").
+    A mapping may name channels ("t_850") or, for samples of a store, variables ("t").
 
     Raises:
-        SampleError: a channel has no statistics.
+        SampleError: there is no such file, a channel has no statistics, or statistics of a store were given for other
+            samples.
     """
     if isinstance(given, ChannelStatistics):
         given = dict(zip(given.channels, zip(given.mean, given.std, strict=True), strict=True))
     if isinstance(given, str | Path):
         from shardio.statistics import Statistics
 
+        if not Path(given).is_file():
+            raise SampleError(f"statistics={str(given)!r} is neither 'compute' nor a file that shardio stats wrote")
         given = Statistics.from_json(given)
+    owner: dict[str, str] = {}
+    if isinstance(samples, GridSamples):
+        owner = {name: field.source.name for field in samples.fields for name in samples.names(field)}
     pairs = given if isinstance(given, Mapping) else _by_channel(given, samples)
-    owner = {name: field.source.name for field in samples.fields for name in samples.names(field)}
     found = {}
     for channel in samples.channels:
-        key = channel if channel in pairs else owner[channel]
+        key = channel if channel in pairs else owner.get(channel, channel)
         if key not in pairs:
             raise SampleError(f"statistics have no entry for channel {channel!r}; they have {sorted(pairs)}")
         found[channel] = pairs[key]
@@ -83,14 +88,19 @@ def given_statistics(given: Any, samples: Any) -> ChannelStatistics:
     )
 
 
-def _by_channel(statistics: Any, samples: GridSamples) -> dict[str, tuple[float, float]]:
+def _by_channel(statistics: Any, samples: SampleSet) -> dict[str, tuple[float, float]]:
+    if not isinstance(samples, GridSamples):
+        raise SampleError(
+            f"statistics of a store's variables do not say what the channels of {type(samples).__name__} are: give "
+            f"{{channel: (mean, std)}}"
+        )
     pairs = {}
     for field in samples.fields:
         known = statistics.variables.get(field.source.name)
         if known is None:
             continue
         for place, name in enumerate(samples.names(field)):
-            entry = known.per_level[field.levels[place]] if field.levels and known.per_level else known
+            entry = known.levels[field.levels[place]] if field.levels and known.levels else known
             pairs[name] = (entry.mean, entry.std)
     return pairs
 

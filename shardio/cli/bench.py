@@ -13,6 +13,7 @@ from shardio.bench import Measured, Mode, measure
 from shardio.cf import Grid, find_grid
 from shardio.cli.mesh import cut_grid, sample_variables
 from shardio.cli.shell import (
+    FormatName,
     Halo,
     How,
     MeshOption,
@@ -43,6 +44,7 @@ def bench(
     read: Annotated[str, typer.Option(help="'own', 'collective' or 'both'.")] = "both",
     threads: Threads = None,
     missing: MissingOption = "raise",
+    format: FormatName = None,
 ) -> None:
     """Measure what the ranks of a mesh get: MB/s and ms per sample, with every rank a process of this machine.
 
@@ -51,7 +53,7 @@ def bench(
     """
     if read not in ("own", "collective", "both"):
         raise ValueError(f"--read {read!r} is not known; it is 'own', 'collective' or 'both'")
-    with opened(source, missing) as store:
+    with opened(source, missing, format) as store:
         grid = find_grid(store, variables=variables)
         slabs = cut_grid(store, grid, mesh, variables=variables, shards=shards, how=how, halo=halo, periodic=periodic)
         plans = {name: slabs.plan(store[name]) for name in sample_variables(store, grid, variables)}

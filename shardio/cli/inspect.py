@@ -5,15 +5,15 @@ from __future__ import annotations
 from rich.table import Table
 
 from shardio.cf import Grid, find_grid
-from shardio.cli.shell import StoreArgument, console, opened, say, without_secrets
+from shardio.cli.shell import FormatName, StoreArgument, console, opened, say, without_secrets
 from shardio.decode import Decode
 from shardio.errors import ShardIOError
 from shardio.statistics import contiguous
 
 
-def inspect(source: StoreArgument) -> None:
+def inspect(source: StoreArgument, format: FormatName = None) -> None:
     """Show a store's arrays, the grid they lie on, and its times."""
-    with opened(source, "fill") as store:
+    with opened(source, "fill", format) as store:
         title = f"{without_secrets(store.url)} ({store.format})"
         table = Table("array", "dims", "dtype", "chunks", "MB", "decode", title=title)
         for name, array in store.items():

@@ -14,6 +14,7 @@ from rich.table import Table
 from shardio.cf import find_grid
 from shardio.cli.mesh import Slabs, cut_grid, sample_variables
 from shardio.cli.shell import (
+    FormatName,
     Halo,
     How,
     MeshOption,
@@ -44,13 +45,14 @@ def plan(
     variables: Variables = None,
     steps: Annotated[int, typer.Option(min=1, help="Consecutive time steps of a sample.")] = 1,
     png: Annotated[Path | None, typer.Option(help="Draw the cuts on the chunk grid into this file.")] = None,
+    format: FormatName = None,
 ) -> None:
     """Show what each rank would read of a sample, and how much more than it needs.
 
     "own": each rank reads all chunks that its slab touches. "collective": the ranks that share a sample read each
     chunk once and send each other the parts. Bytes are those of decoded chunks, in the stored dtype.
     """
-    with opened(source, "fill") as store:
+    with opened(source, "fill", format) as store:
         grid = find_grid(store, variables=variables)
         slabs = cut_grid(store, grid, mesh, variables=variables, shards=shards, how=how, halo=halo, periodic=periodic)
         groups: dict[Layout, tuple[Plan, list[str]]] = {}

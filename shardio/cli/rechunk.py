@@ -10,6 +10,7 @@ from rich.table import Table
 from shardio.cf import find_grid
 from shardio.cli.mesh import Slabs, cut_grid
 from shardio.cli.shell import (
+    FormatName,
     Halo,
     MissingOption,
     Periodic,
@@ -49,6 +50,7 @@ def rechunk(
     threads: Threads = None,
     scheduler: Scheduler = None,
     missing: MissingOption = "raise",
+    format: FormatName = None,
 ) -> None:
     """Copy a store into a Zarr store whose chunks suit the slabs of a mesh. Interrupted, it goes on when run again.
 
@@ -58,7 +60,7 @@ def rechunk(
     """
     if zarr_format not in (2, 3):
         raise DestinationError(f"Zarr format {zarr_format} is not known; it is 2 or 3")
-    with opened(source, missing) as store:
+    with opened(source, missing, format) as store:
         grid = find_grid(store, variables=variables)
         slabs = cut_grid(store, grid, for_mesh, variables=variables, shards=shards, halo=halo, periodic=periodic)
         wanted = _extents(chunks, store)
@@ -80,7 +82,7 @@ def rechunk(
                 codec=codec,
                 zarr_format=cast(ZarrFormat, zarr_format),
                 threads=threads,
-                cluster=cluster(scheduler, source, missing),
+                cluster=cluster(scheduler, source, missing, format),
                 copied=copied,
                 checked=checked,
             )

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Annotated, Any, cast
 
-import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -22,6 +21,7 @@ Variables = Annotated[list[str] | None, typer.Option("--variable", "-v", help="A
 MissingOption = Annotated[
     str, typer.Option("--missing", help="Chunks that were never written: 'raise' an error, or 'fill'.")
 ]
+FormatName = Annotated[str | None, typer.Option("--format", help="By default found from content and ending.")]
 MeshOption = Annotated[
     str,
     typer.Option("--mesh", "-m", help="Ranks: '4' share a sample, '2x2' is data x domain, or 'data=2,lat=2,lon=2'."),
@@ -69,7 +69,7 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except (click.exceptions.Exit, click.Abort, click.ClickException):
+        except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
         except Exception as error:  # whatever a file library raises; a traceback helps nobody at a prompt
             text = " ".join(str(error).split()) or "no message"
@@ -79,14 +79,14 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def opened(source: str, missing: str = "raise") -> Store:
-    """The store; `missing` is checked by open_store."""
-    return open_store(source, missing=cast(Missing, missing))
+def opened(source: str, missing: str = "raise", format: str | None = None) -> Store:
+    """The store; `missing` and `format` are checked by open_store."""
+    return open_store(source, missing=cast(Missing, missing), format=format)
 
 
-def cluster(scheduler: str | None, source: str, missing: str) -> Cluster | None:
+def cluster(scheduler: str | None, source: str, missing: str, format: str | None) -> Cluster | None:
     """The cluster that was asked for."""
-    return None if scheduler is None else Cluster(scheduler, source, cast(Missing, missing))
+    return None if scheduler is None else Cluster(scheduler, source, cast(Missing, missing), format)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from shardio.cf import Grid, find_grid
 from shardio.cli.shell import (
+    FormatName,
     MissingOption,
     Scheduler,
     StoreArgument,
@@ -34,12 +35,16 @@ def stats(
     threads: Threads = None,
     scheduler: Scheduler = None,
     missing: MissingOption = "raise",
+    format: FormatName = None,
 ) -> None:
     """Compute mean, standard deviation and range of every variable and level, and write them to a JSON file.
 
     Every chunk is read once. Missing and infinite values do not count, and are counted.
     """
-    with opened(source, missing) as store:
+    path = output or Path(f"{Path(source.partition('?')[0].rstrip('/')).name}.stats.json")
+    if not path.parent.is_dir():  # said before the work, not after it
+        raise typer.BadParameter(f"there is no folder {str(path.parent)!r}", param_hint="--output")
+    with opened(source, missing, format) as store:
         grid = find_grid(store, variables=variables)
         if grid.time is None and (start is not None or stop is not None):
             raise DimensionError("--start and --stop choose time steps, but the store has no time dim; leave them out")
@@ -49,7 +54,7 @@ def stats(
                 grid=grid,
                 time=None if start is None and stop is None else slice(start, stop),
                 threads=threads,
-                cluster=cluster(scheduler, source, missing),
+                cluster=cluster(scheduler, source, missing, format),
                 done=done,
             )
     table = Table("channel", "values", "mean", "std", "minimum", "maximum", "missing", "infinite")
@@ -58,7 +63,6 @@ def stats(
         for label, level in zip(level_labels(grid, len(entry.levels)), entry.levels, strict=True):
             _row(table, f"  {name}_{label}", level)
     console().print(table)
-    path = output or Path(f"{Path(source.partition('?')[0].rstrip('/')).name}.stats.json")
     found.to_json(path)
     say(f"written to {path}")
 

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from shardio.cli.shell import (
+    FormatName,
     Scheduler,
     StoreArgument,
     Threads,
@@ -33,20 +34,21 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     threads: Threads = None,
     scheduler: Scheduler = None,
+    format: FormatName = None,
 ) -> None:
     """Read everything: report missing and corrupt chunks, NaN and Inf by channel, and odd time axes.
 
     Goes on after errors. The exit code is 1 if anything is wrong. Values that attributes declare missing are counted,
     and not wrong.
     """
-    with opened(source, "raise") as store:
+    with opened(source, "raise", format) as store:
         with progress("reading") as done:
             report = verify_store(
                 store,
                 variables=variables,
                 allow_nan=allow_nan,
                 threads=threads,
-                cluster=cluster(scheduler, source, "raise"),
+                cluster=cluster(scheduler, source, "raise", format),
                 done=done,
             )
         url = without_secrets(store.url)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+import zipfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import zarr
 from zarr.abc.store import Store as ZarrStore
+from zarr.errors import ZarrUserWarning
 from zarr.storage import LocalStore, ZipStore
 
 from shardio.bytes import ByteStore, LocalBytes, RemoteBytes
@@ -170,11 +173,14 @@ def _by_library(checked: CheckedStore, path: str, url: str, strict: bool) -> tup
     except FileNotFoundError as error:
         kind = StoreNotFoundError if is_url(url) else UnknownFormatError
         raise kind(f"{url} holds no Zarr group or array at {path!r}: {error}; check path and group=") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise UnknownFormatError(f"{url} cannot be opened as Zarr: {error}; mend its metadata") from error
     if isinstance(node, zarr.Array):
         return {node.basename or "array": ZarrSource(node.basename or "array", node, url, strict)}, {}
-    arrays = sorted((name, member) for name, member in node.members(max_depth=None) if isinstance(member, zarr.Array))
+    with warnings.catch_warnings():  # a file of another kind beside the arrays (a README, a list) is no news
+        warnings.filterwarnings("ignore", "Object at .* is not recognized as a component", ZarrUserWarning)
+        members = node.members(max_depth=None)
+    arrays = sorted((name, member) for name, member in members if isinstance(member, zarr.Array))
     return {name: ZarrSource(name, array, url, strict) for name, array in arrays}, dict(node.attrs.asdict())
 
 
@@ -200,4 +206,4 @@ def _looks_like_zarr(source: Any) -> bool:
     return any((local_path(source) / name).is_file() for name in METADATA)
 
 
-FORMAT = Format("zarr", open_zarr, (".zarr", ".zarr.zip"), _looks_like_zarr)
+FORMAT = Format("zarr", open_zarr, (".zarr", ".zarr.zip", ".zarr-v2", ".zarr-v3"), _looks_like_zarr)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardtensor.comm.all_to_all import swap_blocks
-from shardtensor.comm.library import as_bytes, defined_op, exchange, resolve
+from shardtensor.comm.library import as_bytes, defined_op, exchange, resolve, with_length
 
 __all__ = ["all_gather", "reduce_scatter"]
 
@@ -17,7 +17,7 @@ _gather_blocks = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def _fake_gather(x: torch.Tensor, dim: int, sizes: list[int], group: str) -> torch.Tensor:
-    return x.new_empty([*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]])
+    return x.new_empty(with_length(x, dim, sum(sizes)))
 
 
 @defined_op("all_gather(Tensor x, int dim, int[] sizes, str group) -> Tensor", _fake_gather)
@@ -56,23 +56,19 @@ def all_gather(x: torch.Tensor, dim: int, sizes: Sequence[int], group: str) -> t
 
 def _fake_scatter(x: torch.Tensor, dim: int, sizes: list[int], group: str) -> torch.Tensor:
     _, rank, _ = resolve(group)
-    return x.new_empty([*x.shape[:dim], sizes[rank], *x.shape[dim + 1 :]])
+    return x.new_empty(with_length(x, dim, sizes[rank]))
 
 
 @defined_op("reduce_scatter(Tensor x, int dim, int[] sizes, str group) -> Tensor", _fake_scatter)
 def _reduce_scatter(x: torch.Tensor, dim: int, sizes: list[int], group: str) -> torch.Tensor:
     process_group, rank, world = resolve(group)
     parts = swap_blocks(
-        list(x.split(sizes, dim)), [_shape(x, dim, sizes[rank])] * world, process_group, "reduce_scatter"
+        list(x.split(sizes, dim)), [with_length(x, dim, sizes[rank])] * world, process_group, "reduce_scatter"
     )
     total = parts[0].clone(memory_format=torch.contiguous_format)
     for part in parts[1:]:
         total += part
     return total
-
-
-def _shape(x: torch.Tensor, dim: int, size: int) -> list[int]:
-    return [*x.shape[:dim], size, *x.shape[dim + 1 :]]
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, sizes: Sequence[int], group: str) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardtensor.comm.library import defined_op, resolve
+from shardtensor.comm.library import defined_op, resolve, with_length
 from shardtensor.comm.pairs import begin_pairs
 
 __all__ = ["Piece", "halo_begin", "halo_exchange", "halo_reduce", "pieces"]
@@ -78,10 +78,6 @@ def _route(
     return _Route(kept, sends, receives)
 
 
-def _shape(x: torch.Tensor, dim: int, length: int) -> list[int]:
-    return [*x.shape[:dim], length, *x.shape[dim + 1 :]]
-
-
 def _join(x: torch.Tensor, dim: int, parts: Sequence[Piece]) -> torch.Tensor:
     blocks = [x.narrow(dim, piece.start, piece.length) for piece in parts]
     return blocks[0].contiguous() if len(blocks) == 1 else torch.cat(blocks, dim)
@@ -103,12 +99,12 @@ def halo_begin(
     length = stops[rank] - starts[rank]
     outgoing = {peer: _join(x, dim, parts) for peer, parts in route.sends.items()}
     incoming = {
-        peer: x.new_empty(_shape(x, dim, sum(piece.length for piece in parts)))
+        peer: x.new_empty(with_length(x, dim, sum(piece.length for piece in parts)))
         for peer, parts in route.receives.items()
     }
     wait = begin_pairs("halo_exchange", outgoing, incoming, process_group, x.device)
     covered = sum(piece.length for piece in (*route.kept, *(p for parts in route.receives.values() for p in parts)))
-    shape = _shape(x, dim, length)
+    shape = with_length(x, dim, length)
     window = x.new_empty(shape) if covered == length else x.new_full(shape, fill)
     for piece in route.kept:
         window.narrow(dim, piece.place, piece.length).copy_(x.narrow(dim, piece.start, piece.length))
@@ -136,7 +132,7 @@ def _fake_exchange(
     group: str,
 ) -> torch.Tensor:
     _, rank, _ = resolve(group)
-    return x.new_empty(_shape(x, dim, stops[rank] - starts[rank]))
+    return x.new_empty(with_length(x, dim, stops[rank] - starts[rank]))
 
 
 @defined_op(
@@ -196,7 +192,7 @@ def _fake_reduce(
     group: str,
 ) -> torch.Tensor:
     _, rank, _ = resolve(group)
-    return window.new_empty(_shape(window, dim, sizes[rank]))
+    return window.new_empty(with_length(window, dim, sizes[rank]))
 
 
 @defined_op(
@@ -219,11 +215,11 @@ def _halo_reduce(
         for peer, parts in route.receives.items()
     }
     incoming = {
-        peer: window.new_empty(_shape(window, dim, sum(piece.length for piece in parts)))
+        peer: window.new_empty(with_length(window, dim, sum(piece.length for piece in parts)))
         for peer, parts in route.sends.items()
     }
     wait = begin_pairs("halo_reduce", outgoing, incoming, process_group, window.device)
-    total = window.new_zeros(_shape(window, dim, sizes[rank]))
+    total = window.new_zeros(with_length(window, dim, sizes[rank]))
     for piece in route.kept:
         total.narrow(dim, piece.start, piece.length).add_(window.narrow(dim, piece.place, piece.length))
     wait()

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from shardtensor.comm.trace import record
 from shardtensor.errors import CollectiveError
 
-__all__ = ["LIBRARY", "as_bytes", "defined_op", "exchange", "finished", "group_of", "resolve"]
+__all__ = ["LIBRARY", "as_bytes", "defined_op", "exchange", "finished", "group_of", "resolve", "with_length"]
 
 LIBRARY = torch.library.Library("shardtensor", "DEF")
 
@@ -51,6 +51,11 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
     if flat.stride(0) != 1:  # a column of a matrix; torch calls one of a single element contiguous, too
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
+
+
+def with_length(x: torch.Tensor, dim: int, length: int) -> list[int]:
+    """The shape of ``x`` with another length along ``dim``."""
+    return [*x.shape[:dim], length, *x.shape[dim + 1 :]]
 
 
 def finished(x: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from shardtensor.comm.library import as_bytes, exchange
 
 __all__ = ["begin_pairs"]
 
-_set_up: set[str] = set()
+_set_up: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def begin_pairs(
@@ -58,7 +59,7 @@ def _set_up_group(group: dist.ProcessGroup, device: torch.device) -> None:
 
     NCCL makes them at a group's first call and waits for all its ranks then; messages between pairs may leave some out.
     """
-    if group.group_name not in _set_up:
+    if group not in _set_up:
         with exchange("set up", group):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
-        _set_up.add(group.group_name)
+        _set_up.add(group)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardtensor.comm.all_to_all import swap_blocks
-from shardtensor.comm.library import defined_op, resolve
+from shardtensor.comm.library import defined_op, resolve, with_length
 
 __all__ = ["add_rows", "take_rows"]
 
@@ -60,15 +60,11 @@ def _check(bad: torch.Tensor, length: int) -> None:
         raise IndexError(f"index out of range: a row must be 0 <= row < {length}, the length of the dim")
 
 
-def _shape(x: torch.Tensor, dim: int, length: int) -> list[int]:
-    return [*x.shape[:dim], length, *x.shape[dim + 1 :]]
-
-
 def _fake_take(
     x: torch.Tensor, dim: int, sizes: list[int], index: torch.Tensor, parts: list[int], shared: bool, group: str
 ) -> torch.Tensor:
     _, rank, _ = resolve(group)
-    return x.new_empty(_shape(x, dim, parts[rank]))
+    return x.new_empty(with_length(x, dim, parts[rank]))
 
 
 @defined_op(
@@ -80,8 +76,8 @@ def _take_rows(
     process_group, rank, _ = resolve(group)
     plan = _plan(index, sizes, parts, shared, process_group)
     blocks = [x.index_select(dim, rows) for rows in plan.give]
-    shapes = [_shape(x, dim, len(place)) for place in plan.place]
-    out = x.new_empty(_shape(x, dim, parts[rank]))
+    shapes = [with_length(x, dim, len(place)) for place in plan.place]
+    out = x.new_empty(with_length(x, dim, parts[rank]))
     for place, rows in zip(plan.place, swap_blocks(blocks, shapes, process_group, "take_rows"), strict=True):
         out.index_copy_(dim, place, rows)
     return out
@@ -124,7 +120,7 @@ def _fake_add(
     rows: torch.Tensor, dim: int, sizes: list[int], index: torch.Tensor, parts: list[int], shared: bool, group: str
 ) -> torch.Tensor:
     _, rank, _ = resolve(group)
-    return rows.new_empty(_shape(rows, dim, sizes[rank]))
+    return rows.new_empty(with_length(rows, dim, sizes[rank]))
 
 
 @defined_op(
@@ -137,8 +133,8 @@ def _add_rows(
     process_group, rank, _ = resolve(group)
     plan = _plan(index, sizes, parts, shared, process_group)
     blocks = [rows.index_select(dim, place) for place in plan.place]
-    shapes = [_shape(rows, dim, len(give)) for give in plan.give]
-    total = rows.new_zeros(_shape(rows, dim, sizes[rank]))
+    shapes = [with_length(rows, dim, len(give)) for give in plan.give]
+    total = rows.new_zeros(with_length(rows, dim, sizes[rank]))
     # Ranks in order, so that the sum does not depend on which message came first.
     for give, block in zip(plan.give, swap_blocks(blocks, shapes, process_group, "add_rows"), strict=True):
         total.index_add_(dim, give, block)

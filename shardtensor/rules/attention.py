@@ -16,10 +16,10 @@ from shardtensor.comm.library import LIBRARY
 from shardtensor.errors import OpError
 from shardtensor.registry import function_rule
 from shardtensor.rules import attention_ops as attention_ops  # defines the two ops
-from shardtensor.rules.attention_plan import Plan, plan
-from shardtensor.rules.generators import common_seed, require_in_step
+from shardtensor.rules.attention_plan import plan
+from shardtensor.rules.generators import replicas_seed
 from shardtensor.rules.layouts import mesh_of, spec_of
-from shardtensor.spec import ShardTensorSpec, mesh_sizes
+from shardtensor.spec import ShardTensorSpec
 from shardtensor.tensor import ShardTensor
 
 __all__ = ["scaled_dot_product_attention"]
@@ -56,7 +56,8 @@ def scaled_dot_product_attention(
         query, key, value = _placed(query, chosen.query), _placed(key, chosen.key), _placed(value, chosen.value)
         if scale is None:
             scale = 1.0 / sqrt(max(query.shape[-1], 1))
-        seed = _seed(chosen) if dropout_p > 0.0 else 0
+        held = {axis for axis, _ in chosen.query.cuts} | set(chosen.joined)
+        seed = replicas_seed(mesh, held) if dropout_p > 0.0 else 0
         out: torch.Tensor = _attention(query, key, value, attn_mask, is_causal, scale, dropout_p, seed)[0]
         return out
 
@@ -122,15 +123,6 @@ def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
     """Keys or values with each head repeated until there are ``heads``."""
     times = heads // x.shape[-3]
     return x.unsqueeze(-3).expand(*x.shape[:-2], times, *x.shape[-2:]).flatten(-4, -3)
-
-
-def _seed(chosen: Plan) -> int:
-    """A seed for the dropped weights, the same on all ranks that compute the same result."""
-    sizes = mesh_sizes(chosen.query.mesh)
-    held = {axis for axis, _ in chosen.query.cuts} | set(chosen.joined)
-    if any(size > 1 and axis not in held for axis, size in enumerate(sizes)):
-        require_in_step(chosen.query.mesh)
-    return common_seed()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -13,7 +13,8 @@ import torch
 
 from shardtensor.registry import rule
 from shardtensor.rules.attention_ops import attention, attention_backward
-from shardtensor.rules.generators import common_seed
+from shardtensor.rules.generators import replicas_seed
+from shardtensor.rules.layouts import mesh_of, spec_of
 
 __all__: list[str] = []
 
@@ -34,7 +35,10 @@ def _forward(
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Result, logsumexp, and the seed of the dropped weights as a tensor."""
-    seed = common_seed() if dropout_p > 0.0 else 0
+    seed = 0
+    if dropout_p > 0.0:
+        mesh = mesh_of(query, key, value)
+        seed = replicas_seed(mesh, {axis for axis, _ in spec_of(query, mesh).cuts})
     out, lse = attention(query, key, value, mask, causal, _scale(query, scale), dropout_p, seed)
     return out, lse, torch.tensor(seed)
 

@@ -11,7 +11,7 @@ from shardtensor.rules.attention_block import Dropout, wide
 from shardtensor.rules.attention_plan import Plan, plan
 from shardtensor.rules.layouts import local_in, mesh_of, operand_layout, spec_of
 from shardtensor.rules.ring import Operands, Result, Scoring, ring_backward, ring_forward
-from shardtensor.spec import Cut, Layout, Partial, ShardTensorSpec
+from shardtensor.spec import PENDING_SUM, Cut, Layout, ShardTensorSpec
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["attention", "attention_backward"]
@@ -55,7 +55,7 @@ def attention(
     mesh = mesh_of((query, key, value, mask))
     chosen = plan(spec_of(query, mesh), spec_of(key, mesh), spec_of(value, mesh))
     own = _operands(query, key, value, chosen)
-    scoring = _scoring(own, mask, causal, scale, dropout_p, seed, chosen)
+    scoring = _scoring(mask, causal, scale, dropout_p, seed, chosen)
     out, lse = ring_forward(own, scoring, chosen)
     return _wrapped(out, chosen.out_spec), _wrapped(lse, chosen.lse_spec)
 
@@ -79,7 +79,7 @@ def attention_backward(
     mesh = mesh_of((grad, query, key, value, out))
     chosen = plan(spec_of(query, mesh), spec_of(key, mesh), spec_of(value, mesh))
     own = _operands(query, key, value, chosen)
-    scoring = _scoring(own, mask, causal, scale, dropout_p, seed, chosen)
+    scoring = _scoring(mask, causal, scale, dropout_p, seed, chosen)
     layout = chosen.query.layout
     result = Result(
         _four(local_in(out, layout, mesh)),
@@ -116,7 +116,6 @@ def _operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chose
 
 
 def _scoring(
-    own: Operands,
     mask: torch.Tensor | None,
     causal: bool,
     scale: float,
@@ -159,7 +158,7 @@ def _mask_gradient(total: torch.Tensor, mask: torch.Tensor, chosen: Plan) -> Sha
     spec = spec_of(mask, chosen.query.mesh)
     lies = _mask_layout(mask, chosen)
     computed = tuple(
-        Partial("sum") if not isinstance(entry, Cut) and (isinstance(query, Cut) or axis in chosen.joined) else entry
+        PENDING_SUM if not isinstance(entry, Cut) and (isinstance(query, Cut) or axis in chosen.joined) else entry
         for axis, (entry, query) in enumerate(zip(lies, chosen.query.layout, strict=True))
     )
     shape = spec.with_layout(lies).local_shape

@@ -8,11 +8,19 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from shardtensor.rules.attention_block import wide
-from shardtensor.spec import AxisLayout, Cut, Layout, Partial, Replicate, ShardTensorSpec, even_sizes, mesh_sizes
+from shardtensor.spec import (
+    PENDING_SUM,
+    REPLICATE,
+    AxisLayout,
+    Cut,
+    Layout,
+    Replicate,
+    ShardTensorSpec,
+    even_sizes,
+    mesh_sizes,
+)
 
 __all__ = ["Hop", "Plan", "Tile", "plan", "rows_of", "tiles"]
-
-_REPLICATE = Replicate()
 
 
 class Hop(NamedTuple):
@@ -57,10 +65,9 @@ class Plan:
 
         Where keys are cut and queries are not, each rank has a part of the queries' gradient, and the other way round.
         """
-        partial = Partial("sum")
         pairs = list(zip(self.query.layout, self.key.layout, strict=True))
-        queries = tuple(partial if axis in self.joined else entry for axis, (entry, _) in enumerate(pairs))
-        keys = tuple(partial if isinstance(q, Cut) and isinstance(k, Replicate) else k for q, k in pairs)
+        queries = tuple(PENDING_SUM if axis in self.joined else entry for axis, (entry, _) in enumerate(pairs))
+        keys = tuple(PENDING_SUM if isinstance(q, Cut) and isinstance(k, Replicate) else k for q, k in pairs)
         return _dense(self.query, queries), _dense(self.key, keys), _dense(self.value, keys)
 
     @cached_property
@@ -97,7 +104,7 @@ def plan(query: ShardTensorSpec, key: ShardTensorSpec, value: ShardTensorSpec) -
     for axis, entry in enumerate(wanted):
         others = {cut.dim for at, cut in enumerate(wanted) if at != axis and isinstance(cut, Cut)}
         key_cuts = {cut.dim for at, cut in key.cuts if at != axis}
-        own = next((e for e in (key.layout[axis], value.layout[axis]) if _cuts_rows(e, key.ndim)), _REPLICATE)
+        own = next((e for e in (key.layout[axis], value.layout[axis]) if _cuts_rows(e, key.ndim)), REPLICATE)
         layout.append(_axis(entry, own, others, key_cuts, key, mesh_sizes(key.mesh)[axis], heads))
     q_layout, k_layout = tuple(pair[0] for pair in layout), tuple(pair[1] for pair in layout)
     seq = key.ndim - 2
@@ -118,9 +125,9 @@ def _cuts_rows(entry: AxisLayout, ndim: int) -> bool:
 def _query_entry(entry: AxisLayout, ndim: int, heads: int) -> AxisLayout:
     """The queries' own cut, unless it cuts features, or heads that share a head of the keys."""
     if not isinstance(entry, Cut) or entry.dim == ndim - 1:
-        return _REPLICATE
+        return REPLICATE
     if entry.dim == ndim - 3 and any(size % heads for size in entry.sizes):
-        return _REPLICATE
+        return REPLICATE
     return entry
 
 
@@ -140,13 +147,13 @@ def _axis(
             return query, _scaled(query, 1, heads) if query.dim == seq - 1 else query
         if isinstance(key, Cut) and key.dim < seq:
             spread = seq not in key_dims
-            return query, Cut(seq, even_sizes(spec.shape[seq], ranks)) if spread else _REPLICATE
+            return query, Cut(seq, even_sizes(spec.shape[seq], ranks)) if spread else REPLICATE
         return query, key
     if isinstance(key, Cut) and key.dim < seq:
         if key.dim in query_dims:
-            return _REPLICATE, _REPLICATE
+            return REPLICATE, REPLICATE
         return _scaled(key, heads, 1) if key.dim == seq - 1 else key, key
-    return _REPLICATE, key
+    return REPLICATE, key
 
 
 def _scaled(cut: Cut, times: int, by: int) -> Cut:

@@ -12,7 +12,7 @@ from shardtensor.errors import OpError
 from shardtensor.rules.conv_overlap import Borders, borders_of
 from shardtensor.rules.stencil import Reach, slide, spread
 from shardtensor.rules.windows import WindowPlan, cut_dims, format_of, meta_like, out_spec, per_dim, slidable_layout
-from shardtensor.spec import Cut, Partial, Replicate, ShardTensorSpec
+from shardtensor.spec import PENDING_SUM, REPLICATE, Cut, ShardTensorSpec
 
 __all__ = ["ConvPlan", "Geometry", "plan_of"]
 
@@ -140,7 +140,7 @@ def plan_of(
         out = out.contiguous(memory_format=torch.channels_last if spec.ndim == 4 else torch.channels_last_3d)
     reaches, trims = _reaches(input, geometry, out)
     windows_plan = WindowPlan(input, out_spec(input, reaches, out), tuple(reaches))
-    summed = tuple(Partial("sum") if isinstance(entry, Cut) else Replicate() for entry in input.layout)
+    summed = tuple(PENDING_SUM if isinstance(entry, Cut) else REPLICATE for entry in input.layout)
     weight_grad = ShardTensorSpec.of(spec.mesh, summed, shape, dtype)
     bias_grad = ShardTensorSpec.of(spec.mesh, summed, (out.shape[1],), dtype)
     borders = _borders(input, geometry, reaches)

@@ -11,6 +11,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from shardtensor.errors import OpError
 from shardtensor.registry import rule
+from shardtensor.rules.aliasing import moved
 from shardtensor.rules.layouts import uncut
 from shardtensor.rules.view import reshaped
 from shardtensor.spec import Cut, Layout, ShardTensorSpec
@@ -115,7 +116,7 @@ def _squeezed(spec: ShardTensorSpec, dims: tuple[int, ...] | None) -> tuple[Shar
 def _squeeze(self: ShardTensor, dims: tuple[int, ...] | None) -> ShardTensor:
     spec, names = _squeezed(self._spec, dims)
     if spec is None:
-        return reshaped(self, names)
+        return moved(reshaped(self, names), self)
     return wrap(self._local_tensor.squeeze(names), spec)
 
 
@@ -170,9 +171,10 @@ def expand(self: ShardTensor, size: Sequence[int], *, implicit: bool = False) ->
 def diagonal(self: ShardTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ShardTensor:
     """The diagonal of two dims, as the last dim; both are made whole first."""
     pair = counted(dim1, self._spec.ndim), counted(dim2, self._spec.ndim)
-    self = uncut(self, pair)
-    local = aten.diagonal.default(self._local_tensor, offset, dim1, dim2)
-    return wrap(local, _diagonal(self._spec, offset, *pair))
+    source = uncut(self, pair)
+    local = aten.diagonal.default(source._local_tensor, offset, dim1, dim2)
+    found = wrap(local, _diagonal(source._spec, offset, *pair))
+    return found if source is self else moved(found, self)
 
 
 @rule(aten.diagonal_backward.default)
@@ -206,7 +208,7 @@ def _in_place(op: Any, out_of_place: Callable[..., ShardTensor]) -> None:
             op(self, *args)
         self._local_tensor, self._spec = result._local_tensor, result._spec
         if self._is_view() and result._moved_view:
-            self._moved_view = result._moved_view
+            moved(self, self)
         return self
 
 

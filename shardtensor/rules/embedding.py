@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from math import prod
 
 import torch
 
@@ -11,14 +10,12 @@ from shardtensor.registry import rule
 from shardtensor.rules.layouts import aligned, local_in, mesh_of, spec_of
 from shardtensor.rules.take import index_select
 from shardtensor.rules.view import reshaped
-from shardtensor.spec import REPLICATE, AxisLayout, Cut, Layout, Partial, ShardTensorSpec
+from shardtensor.spec import PENDING_SUM, REPLICATE, AxisLayout, Cut, Layout, ShardTensorSpec
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["embedding"]
 
 aten = torch.ops.aten
-
-_SUM = Partial("sum")
 
 
 @lru_cache(maxsize=1024)
@@ -73,7 +70,7 @@ def _backward(grad: ShardTensorSpec, indices: ShardTensorSpec) -> tuple[Layout, 
             shared = REPLICATE
         theirs.append(shared)
         numbers.append(shared)
-        result.append(_SUM if isinstance(shared, Cut) else REPLICATE)
+        result.append(PENDING_SUM if isinstance(shared, Cut) else REPLICATE)
     return tuple(theirs), tuple(numbers), tuple(result)
 
 
@@ -88,7 +85,7 @@ def embedding_dense_backward(
         theirs = numbers = layout = (REPLICATE,) * mesh.ndim
     local, index = local_in(grad_output, theirs, mesh), local_in(indices, numbers, mesh)
     columns = local.shape[-1]
-    if prod(local.shape):
+    if local.numel():
         result = aten.embedding_dense_backward.default(local, index, num_weights, padding_idx, scale_grad_by_freq)
     else:
         result = local.new_zeros(num_weights, columns)

@@ -6,13 +6,16 @@ generator is seeded from a number that all ranks draw alike and the block's plac
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from zlib import crc32
+
 import torch
 
 from shardtensor.comm.agree import gather_facts
 from shardtensor.errors import RankDisagreementError
 from shardtensor.spec import Cut, DeviceMesh, ShardTensorSpec, mesh_sizes
 
-__all__ = ["block_generator", "common_seed", "mixed_seed", "require_in_step"]
+__all__ = ["block_generator", "common_seed", "mixed_seed", "replicas_seed", "require_in_step"]
 
 _BITS = 2**64 - 1
 
@@ -23,6 +26,17 @@ def common_seed(generator: torch.Generator | None = None) -> int:
     """A fresh seed, the same on all ranks whose generators are in step; drawn on the CPU by default."""
     device = generator.device if generator is not None else torch.device("cpu")
     return int(torch.randint(2**62, (), generator=generator, device=device, dtype=torch.int64))
+
+
+def replicas_seed(mesh: DeviceMesh, held: Collection[int]) -> int:
+    """A fresh seed, the same on all ranks that compute the same: those along axes that are not ``held`` apart by data.
+
+    Raises:
+        RankDisagreementError: these ranks' generators are not in step.
+    """
+    if any(size > 1 and axis not in held for axis, size in enumerate(mesh_sizes(mesh))):
+        require_in_step(mesh)
+    return common_seed()
 
 
 def mixed_seed(seed: int, *parts: int) -> int:
@@ -69,7 +83,7 @@ def block_generator(
 
 
 def require_in_step(mesh: DeviceMesh) -> None:
-    """Check, at its first call for a mesh, that the default generators of all its ranks are in the same state.
+    """Check, until it finds so once for a mesh, that the default generators of all its ranks are in the same state.
 
     Raises:
         RankDisagreementError: they are not.
@@ -79,8 +93,8 @@ def require_in_step(mesh: DeviceMesh) -> None:
     states = {"cpu": torch.random.get_rng_state()}
     if mesh.device_type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state()
-    facts = gather_facts({name: hash(state.numpy().tobytes()) for name, state in states.items()}, mesh)
-    _in_step.add(mesh)
+    # Not hash(): it differs from process to process.
+    facts = gather_facts({name: crc32(state.numpy().tobytes()) for name, state in states.items()}, mesh)
     first = next(iter(facts.values()))
     odd = [at for at, found in facts.items() if found != first]
     if odd:
@@ -89,3 +103,4 @@ def require_in_step(mesh: DeviceMesh) -> None:
             f"generators differ: those at mesh coordinates {odd} from the first rank's. Call torch.manual_seed with "
             f"one seed on all ranks that share a sample (seeds may differ along the data axis)"
         )
+    _in_step.add(mesh)

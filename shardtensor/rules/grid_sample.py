@@ -13,7 +13,7 @@ from shardtensor.registry import rule
 from shardtensor.rules.layouts import local_in, mesh_of, spec_of
 from shardtensor.rules.stencil import resized_sizes
 from shardtensor.rules.windows import enter_by_dims
-from shardtensor.spec import AxisLayout, Cut, Layout, Partial, Replicate, ShardTensorSpec
+from shardtensor.spec import PENDING_SUM, REPLICATE, AxisLayout, Cut, Layout, ShardTensorSpec
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["grid_sample", "grid_sample_backward"]
@@ -50,7 +50,7 @@ def _plan(input: ShardTensorSpec, grid: ShardTensorSpec) -> _Plan:
         entries = _axis(image, points, grid)
         made = entries[2]
         if isinstance(made, Cut) and made.dim in taken:
-            entries = (Replicate(),) * 5
+            entries = (REPLICATE,) * 5
         elif isinstance(made, Cut):
             taken.add(made.dim)
         rows.append(entries)
@@ -67,7 +67,7 @@ def _plan(input: ShardTensorSpec, grid: ShardTensorSpec) -> _Plan:
 
 def _axis(image: AxisLayout, points: AxisLayout, grid: ShardTensorSpec) -> tuple[AxisLayout, ...]:
     """What one mesh axis does to image, points, samples and the gradients of image and points."""
-    whole, pending = Replicate(), Partial("sum")
+    whole, pending = REPLICATE, PENDING_SUM
     if isinstance(image, Cut) and image.dim == 0:
         return (image,) * 5
     if isinstance(image, Cut) and image.dim == 1:

@@ -144,7 +144,6 @@ def _whole_groups(
     if not block.numel():
         nothing = block.new_full((plan.n, plan.groups), torch.nan)
         return torch.empty_like(block), nothing, nothing
-    pixels = block.shape[2:].numel()
     channels, pixels = plan.groups * plan.width, block.shape[2:].numel()
     return torch.native_group_norm(block.contiguous(), weight, bias, plan.n, channels, pixels, plan.groups, eps)
 

@@ -14,14 +14,13 @@ from shardtensor.rules.mask import masked, put_masked
 from shardtensor.rules.memory import remember
 from shardtensor.rules.take import add_to_rows, take
 from shardtensor.rules.writing import write_back
-from shardtensor.spec import Cut, DeviceMesh, Partial, Replicate, ShardTensorSpec, replicate
+from shardtensor.spec import PENDING_SUM, Cut, DeviceMesh, Replicate, ShardTensorSpec, replicate
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["index", "index_put"]
 
 aten = torch.ops.aten
 ALL = slice(None)
-_SUM = Partial("sum")
 
 Specs = tuple[ShardTensorSpec | None, ...]
 
@@ -157,7 +156,7 @@ def _put_held(
     """Put what falls into the own block; the rest goes to a row that is cut off again."""
     mesh = spec.mesh
     layout = tuple(
-        _SUM if isinstance(entry, Replicate) and isinstance(number, Cut) else entry
+        PENDING_SUM if isinstance(entry, Replicate) and isinstance(number, Cut) else entry
         for entry, number in zip(plan.source, plan.numbers, strict=True)
     )
     start = local_in(target, layout, mesh)

@@ -15,12 +15,9 @@ import torch
 from shardtensor.rules.layouts import common_layout, local_in, operand_layout, spec_of, whole
 from shardtensor.rules.slices import one_cut_layout
 from shardtensor.rules.take import Rows, rows_of
-from shardtensor.spec import REPLICATE, AxisLayout, Cut, DeviceMesh, Partial, Replicate, ShardTensorSpec
+from shardtensor.spec import PENDING_SUM, REPLICATE, AxisLayout, Cut, DeviceMesh, Replicate, ShardTensorSpec
 
 __all__ = ["MASKS", "IndexPlan", "as_numbers", "blocks_of", "index_plan", "only_mask", "own_rows"]
-
-
-_SUM = Partial("sum")
 MASKS = (torch.bool, torch.uint8)
 
 
@@ -62,7 +59,7 @@ class IndexPlan:
                 numbers[axis] = REPLICATE
                 place = 0 if entry.dim in self.dims else kept.index(entry.dim)
                 place += len(self.shape) * (place >= self.at)
-                result[axis] = _SUM if entry.dim in self.dims else entry.moved(place)
+                result[axis] = PENDING_SUM if entry.dim in self.dims else entry.moved(place)
             elif isinstance(moved := numbers[axis], Cut):
                 result[axis] = moved.moved(moved.dim + self.at)
         if send and len(self.dims) == 1 and self.held and self.shape:

@@ -219,7 +219,7 @@ def unbind(self: ShardTensor, dim: int = 0) -> list[ShardTensor]:
         return [wrap(row, spec) for row in self._local_tensor.unbind(dim)]
     if in_backward():
         return [select(self, dim, row) for row in range(self._spec.shape[dim])]
-    return [moved(row) for row in unbind(uncut(self, [dim]), dim)]
+    return [moved(row, self) for row in unbind(uncut(self, [dim]), dim)]
 
 
 @lru_cache(maxsize=4096)

@@ -59,7 +59,7 @@ def bucketize(self: torch.Tensor, boundaries: torch.Tensor, **options: Any) -> S
 def searchsorted(sorted_sequence: torch.Tensor, self: torch.Tensor, **options: Any) -> Any:
     """Where every element would be inserted into a sorted list; several lists at once are made whole with all else."""
     if sorted_sequence.dim() != 1 or options.get("sorter") is not None:
-        return run_replicated(aten.searchsorted.Tensor, (sorted_sequence, self), options)
+        return run_replicated(aten.searchsorted.Tensor, sorted_sequence, self, **options)
 
     def op(values: torch.Tensor, table: torch.Tensor, **others: Any) -> torch.Tensor:
         found: torch.Tensor = aten.searchsorted.Tensor(table, values, **others)

@@ -12,7 +12,7 @@ import torch
 
 from shardtensor.registry import rule
 from shardtensor.rules.layouts import common_layout, local_in, mesh_of, operand_layout, spec_of
-from shardtensor.spec import Cut, Layout, Partial, ShardTensorSpec, replicate
+from shardtensor.spec import PENDING_SUM, Cut, Layout, ShardTensorSpec, replicate
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = [
@@ -48,7 +48,7 @@ def _met(specs: tuple[ShardTensorSpec, ...]) -> tuple[ShardTensorSpec, ShardTens
     shape = torch.broadcast_shapes(*(spec.shape for spec in specs))
     layout = common_layout(specs, shape)
     mesh, dtype = specs[0].mesh, specs[0].dtype
-    pending = tuple(Partial("sum") if isinstance(entry, Cut) else entry for entry in layout)
+    pending = tuple(PENDING_SUM if isinstance(entry, Cut) else entry for entry in layout)
     return ShardTensorSpec.of(mesh, layout, shape, dtype), ShardTensorSpec.of(mesh, pending, (), dtype)
 
 

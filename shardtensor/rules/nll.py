@@ -14,14 +14,23 @@ from shardtensor import comm
 from shardtensor.registry import rule
 from shardtensor.rules.layouts import local_in, mesh_of, spec_of, uncut
 from shardtensor.rules.loss import MEAN, NONE, SUM
-from shardtensor.spec import AxisLayout, Cut, Layout, Partial, Replicate, ShardTensorSpec, mesh_sizes, replicate
+from shardtensor.spec import (
+    PENDING_SUM,
+    REPLICATE,
+    AxisLayout,
+    Cut,
+    Layout,
+    Replicate,
+    ShardTensorSpec,
+    mesh_sizes,
+    replicate,
+)
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["nll_loss2d_backward", "nll_loss2d_forward", "nll_loss_backward", "nll_loss_forward"]
 
 aten = torch.ops.aten
 
-_REPLICATE = Replicate()
 _IGNORED = -100
 
 
@@ -54,7 +63,7 @@ def _class_dim(spec: ShardTensorSpec) -> int:
 def _without_classes(entry: AxisLayout, dim: int) -> AxisLayout:
     """What an axis does to the targets, given what it does to the log-probabilities."""
     if not isinstance(entry, Cut) or entry.dim == dim:
-        return _REPLICATE
+        return REPLICATE
     return entry.moved(entry.dim - (entry.dim > dim))
 
 
@@ -83,7 +92,7 @@ def _blocks(self: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | Non
     wanted = local_in(target, each, mesh)
     classes = spec.axes_of(dim)
     lies = tuple(
-        entry.moved(0) if axis in classes and isinstance(entry, Cut) else _REPLICATE
+        entry.moved(0) if axis in classes and isinstance(entry, Cut) else REPLICATE
         for axis, entry in enumerate(spec.layout)
     )
     weight = None if weight is None else local_in(weight, lies, mesh)
@@ -115,7 +124,7 @@ def _forward(
     cut = [axis for axis, _ in spec.cuts]
     if reduction == NONE:
         local = _looked_up(op, blocks, NONE)[0]
-        pending = tuple(Partial("sum") if axis in blocks.classes else e for axis, e in enumerate(blocks.each))
+        pending = tuple(PENDING_SUM if axis in blocks.classes else e for axis, e in enumerate(blocks.each))
         each_spec = ShardTensorSpec.of(mesh, pending, spec_of(target, mesh).shape, spec.dtype)
         none = local.new_zeros(())
         return wrap(local.contiguous(), each_spec), wrap(none, _scalar(spec, ()))
@@ -132,7 +141,7 @@ def _forward(
 
 
 def _scalar(spec: ShardTensorSpec, pending: tuple[int, ...]) -> ShardTensorSpec:
-    layout = tuple(Partial("sum") if axis in pending else _REPLICATE for axis in range(len(spec.layout)))
+    layout = tuple(PENDING_SUM if axis in pending else REPLICATE for axis in range(len(spec.layout)))
     return ShardTensorSpec.of(spec.mesh, layout, (), spec.dtype)
 
 

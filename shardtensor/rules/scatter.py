@@ -17,14 +17,12 @@ from shardtensor.rules.layouts import local_in, mesh_of, spec_of
 from shardtensor.rules.memory import remember
 from shardtensor.rules.slices import one_cut_layout
 from shardtensor.rules.writing import write_back
-from shardtensor.spec import REPLICATE, AxisLayout, Cut, Layout, Partial, Replicate, ShardTensorSpec
+from shardtensor.spec import PENDING_SUM, REPLICATE, AxisLayout, Cut, Layout, Replicate, ShardTensorSpec
 from shardtensor.tensor import ShardTensor, wrap
 
 __all__ = ["gather"]
 
 aten = torch.ops.aten
-
-_SUM = Partial("sum")
 
 
 class _Plan(NamedTuple):
@@ -53,7 +51,7 @@ def _plan(spec: ShardTensorSpec, index: ShardTensorSpec, dim: int, adds: bool | 
         same = isinstance(entry, Cut) and entry.dim != dim and spec.shape[entry.dim] == index.shape[entry.dim]
         if isinstance(entry, Cut) and entry.dim == dim:
             found = axis
-            rows = (entry, REPLICATE, _SUM if adds is None else entry)
+            rows = (entry, REPLICATE, PENDING_SUM if adds is None else entry)
         elif same:
             rows = (entry, entry, entry)
         elif not isinstance(other, Cut) or other.dim in taken:
@@ -61,7 +59,7 @@ def _plan(spec: ShardTensorSpec, index: ShardTensorSpec, dim: int, adds: bool | 
         elif other.dim != dim and spec.shape[other.dim] == index.shape[other.dim]:
             rows = (other, other, other)
         elif other.dim == dim and adds is not False:
-            rows = (_SUM, other, _SUM) if adds else (REPLICATE, other, other)
+            rows = (PENDING_SUM, other, PENDING_SUM) if adds else (REPLICATE, other, other)
         tensor.append(rows[0])
         numbers.append(rows[1])
         result.append(rows[2])

@@ -101,9 +101,9 @@ def slice_(
         remember(self)
     part = _direct(self._spec, dim, start, end, step)
     if part is None:
-        self = one_cut(self, dim % self._spec.ndim)
-        part = sliced(self._spec, dim % self._spec.ndim, start, end, step)
-        return moved(wrap(_part(self._local_tensor, part), part.spec))
+        source = one_cut(self, dim % self._spec.ndim)
+        part = sliced(source._spec, dim % self._spec.ndim, start, end, step)
+        return moved(wrap(_part(source._local_tensor, part), part.spec), self)
     return wrap(_part(self._local_tensor, part), part.spec)
 
 
@@ -139,7 +139,7 @@ def select(self: ShardTensor, dim: int, index: int) -> ShardTensor:
     shape = [*row._spec.shape[:dim], *row._spec.shape[dim + 1 :]]
     if in_backward() and regroup(row._spec, tuple(shape)).recut is None:
         return reshaped(row, shape)  # stays where it is, so that it can be written through
-    return moved(select(uncut(row, [dim]), dim, 0))
+    return moved(select(uncut(row, [dim]), dim, 0), self)
 
 
 def _like_source(grad: ShardTensor, shape: torch.Size, dim: int) -> Layout:

@@ -28,7 +28,6 @@ class Reach:
         sizes: input rows that each rank holds.
         windows: input rows that each rank reads.
         out_sizes: output rows that each rank makes.
-        trims: for transposed ops, where a rank's outputs start in what its window alone would make.
     """
 
     axis: int
@@ -36,7 +35,6 @@ class Reach:
     sizes: tuple[int, ...]
     windows: tuple[Rows, ...]
     out_sizes: tuple[int, ...]
-    trims: tuple[int, ...] = ()
 
     @cached_property
     def is_local(self) -> bool:

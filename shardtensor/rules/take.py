@@ -18,11 +18,11 @@ from shardtensor.rules.memory import remember
 from shardtensor.rules.slices import one_cut_layout
 from shardtensor.rules.writing import write_back
 from shardtensor.spec import (
+    PENDING_SUM,
     REPLICATE,
     AxisLayout,
     Cut,
     Layout,
-    Partial,
     Replicate,
     ShardTensorSpec,
     even_sizes,
@@ -33,8 +33,6 @@ from shardtensor.tensor import ShardTensor, wrap
 __all__ = ["Rows", "add_to_rows", "rows_of", "take"]
 
 aten = torch.ops.aten
-
-_SUM = Partial("sum")
 
 
 class Rows(NamedTuple):
@@ -97,7 +95,7 @@ def add_to_rows(
     """A block of zeros with ``rows`` (laid out as ``plan.taken``) added at their numbers, and its layout."""
     if plan.axis is None:
         layout = tuple(
-            _SUM if isinstance(taken, Cut) and isinstance(source, Replicate) else source
+            PENDING_SUM if isinstance(taken, Cut) and isinstance(source, Replicate) else source
             for taken, source in zip(plan.taken, plan.source, strict=True)
         )
         total = rows.new_zeros(spec.with_layout(plan.source).local_shape)

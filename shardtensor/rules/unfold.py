@@ -11,6 +11,7 @@ import torch
 
 from shardtensor import comm
 from shardtensor.registry import rule
+from shardtensor.rules.aliasing import moved
 from shardtensor.rules.layouts import local_in, resolved
 from shardtensor.rules.memory import recall, remember
 from shardtensor.rules.slices import one_cut, one_cut_layout
@@ -34,9 +35,11 @@ class _Unfolded(NamedTuple):
 def _plan(spec: ShardTensorSpec, dim: int, size: int, step: int) -> _Unfolded:
     count = (spec.shape[dim] - size) // step + 1
     shape = [*spec.shape[:dim], count, *spec.shape[dim + 1 :], size]
+    steps = spec.tensor_meta.stride
+    stride = (*steps[:dim], steps[dim] * step, *steps[dim + 1 :], steps[dim])
     axis = spec.axis_of(dim)
     if axis is None:
-        return _Unfolded(ShardTensorSpec.of(spec.mesh, spec.layout, shape, spec.dtype), None, ())
+        return _Unfolded(ShardTensorSpec.of(spec.mesh, spec.layout, shape, spec.dtype, stride), None, ())
     cut = spec.layout[axis]
     assert isinstance(cut, Cut)
     # Windows that start before each edge.
@@ -46,7 +49,7 @@ def _plan(spec: ShardTensorSpec, dim: int, size: int, step: int) -> _Unfolded:
     )
     sizes = tuple(last - first for first, last in pairwise(starts))
     layout = (*spec.layout[:axis], Cut(dim, sizes), *spec.layout[axis + 1 :])
-    return _Unfolded(ShardTensorSpec.of(spec.mesh, layout, shape, spec.dtype), axis, windows)
+    return _Unfolded(ShardTensorSpec.of(spec.mesh, layout, shape, spec.dtype, stride), axis, windows)
 
 
 @rule(aten.unfold.default)
@@ -54,17 +57,19 @@ def unfold(self: ShardTensor, dimension: int, size: int, step: int) -> ShardTens
     """Windows of ``size`` rows, ``step`` apart, as a new last dim."""
     remember(self)
     dim = dimension % max(self._spec.ndim, 1)
-    self = one_cut(resolved(self), dim)
-    plan = _plan(self._spec, dim, size, step)
-    local = self._local_tensor
+    source = one_cut(resolved(self), dim)
+    plan = _plan(source._spec, dim, size, step)
+    local = source._local_tensor
+    if plan.axis is None and source is self:
+        return wrap(local.unfold(dim, size, step), plan.spec)
     if plan.axis is not None:
-        cut = self._spec.layout[plan.axis]
+        cut = source._spec.layout[plan.axis]
         assert isinstance(cut, Cut)
-        group = comm.group_of(self._spec.mesh, plan.axis)
+        group = comm.group_of(source._spec.mesh, plan.axis)
         local = comm.halo_exchange(local, dim, cut.sizes, plan.windows, group)
         if not local.shape[dim]:
-            return wrap(local.new_empty(plan.spec.local_shape), plan.spec)
-    return wrap(local.unfold(dim, size, step), plan.spec)
+            return moved(wrap(local.new_empty(plan.spec.local_shape), plan.spec), self)
+    return moved(wrap(local.unfold(dim, size, step), plan.spec), self)
 
 
 @rule(aten.unfold_backward.default)

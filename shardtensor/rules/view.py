@@ -29,7 +29,7 @@ def view(self: ShardTensor, size: Sequence[int]) -> ShardTensor:
     """``Tensor.view``, and through it reshape, flatten, unflatten, view_as."""
     plan = regroup(self._spec, tuple(size))
     if plan.recut is not None:
-        return moved(reshaped(self, size))
+        return moved(reshaped(self, size), self)
     local = self._local_tensor
     # A block of a strided view may need a copy where the whole would not; reshape costs 1 us more.
     return wrap(local.view(plan.block) if local.is_contiguous() else local.reshape(plan.block), plan.spec)

@@ -12,15 +12,7 @@ import torch
 from shardtensor import comm
 from shardtensor.registry import rule
 from shardtensor.rules.stencil import Reach
-from shardtensor.spec import (
-    AxisLayout,
-    Cut,
-    Layout,
-    Replicate,
-    ShardTensorSpec,
-    contiguous_stride,
-    mesh_sizes,
-)
+from shardtensor.spec import REPLICATE, AxisLayout, Cut, Layout, ShardTensorSpec, contiguous_stride, mesh_sizes
 
 __all__ = [
     "WindowPlan",
@@ -34,8 +26,6 @@ __all__ = [
     "return_windows",
     "slidable_layout",
 ]
-
-_REPLICATE = Replicate()
 
 
 @dataclass(frozen=True)
@@ -117,7 +107,7 @@ def slidable_layout(spec: ShardTensorSpec, first_dim: int, whole_dims: tuple[int
     taken = set(whole_dims)
     for entry in spec.resolved_layout:
         if isinstance(entry, Cut) and (entry.dim in taken or (entry.dim >= first_dim and entry.outer > 1)):
-            entry = _REPLICATE
+            entry = REPLICATE
         if isinstance(entry, Cut) and entry.dim >= first_dim:
             taken.add(entry.dim)
         layout.append(entry)

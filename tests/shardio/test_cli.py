@@ -173,6 +173,23 @@ def test_errors_are_one_line(store: Path, tmp_path: Path) -> None:
     assert "ClusterError: no dask scheduler answers" in fails("verify", store, "--scheduler", "tcp:/x")
 
 
+def test_stats_refuses_before_it_reads(store: Path, tmp_path: Path) -> None:
+    code, output = run("stats", store, "-o", tmp_path / "nowhere" / "out.json")
+    assert code == 2
+    assert "there is no folder" in output
+    assert "minimum" not in output
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan", "stats", "verify"])
+def test_commands_take_a_format(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    field = xr.Dataset({"a": (("lat", "lon"), np.ones((4, 5)))})
+    field.to_netcdf(tmp_path / "a.data", engine="h5netcdf")
+    code, output = run(command, tmp_path / "a.data", "--format", "hdf5")
+    assert code == 0, output
+    assert "UnknownFormatError" in fails(command, tmp_path / "a.data", "--format", "zarr")
+
+
 def test_time_steps_of_a_store_without_time(tmp_path: Path) -> None:
     xr.Dataset({"a": (("lat", "lon"), np.zeros((4, 5)))}).to_zarr(tmp_path / "a.zarr")
     assert "the store has no time dim" in fails("stats", tmp_path / "a.zarr", "--start", 0)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import xarray as xr
 
-from shardio import ShardIOError
-from shardsets import BatchError, DomainDataLoader, NotANumberError, SampleError
+from shardio import ShardIOError, open_store
+from shardio.statistics import Statistics, compute
+from shardsets import BatchError, DomainDataLoader, GridSamples, NotANumberError, SampleError, SampleSet
+from shardsets.statistics import given_statistics
 from shardtensor import ShardTensor
 
 
@@ -191,6 +195,62 @@ def test_statistics_skip_nan_and_can_be_given(store, truth):
     assert torch.allclose(next(iter(given))["input"][0, 3], torch.from_numpy(truth[0, 3]) / 2)
     with pytest.raises(SampleError, match="no entry for channel 'u'"):
         DomainDataLoader(store, statistics={"t": (280.0, 10.0)})
+
+
+def test_statistics_of_a_store_are_taken_by_level(store, tmp_path):
+    computed = DomainDataLoader(store, statistics="compute").statistics
+    with open_store(store) as opened:
+        compute(opened).to_json(tmp_path / "stats.json")
+    found = DomainDataLoader(store, levels=[850, 1000], statistics=tmp_path / "stats.json").statistics
+    assert found.channels == computed.channels[1:]
+    np.testing.assert_allclose(found.mean, computed.mean[1:], rtol=1e-10)
+    np.testing.assert_allclose(found.std, computed.std[1:], rtol=1e-10)
+
+
+def test_one_variable_by_its_name(store):
+    data = xr.open_zarr(store)[["t"]].isel(level=0, drop=True).rename(t="t2m")
+    assert DomainDataLoader(data, variables="t2m").channels == ("t2m",)
+
+
+def test_levels_of_a_store_without_levels_are_refused(store):
+    data = xr.open_zarr(store)[["t"]].isel(level=0, drop=True)
+    with pytest.raises(SampleError, match=r"no dim of .* is recognised as levels"):
+        DomainDataLoader(data, levels=[500])
+
+
+def test_statistics_that_are_no_file(store):
+    with pytest.raises(SampleError, match="'computed' is neither 'compute' nor a file"):
+        DomainDataLoader(store, statistics="computed")
+
+
+def test_statistics_of_samples_that_are_no_store():
+    class Other(SampleSet):
+        channels = ("a",)
+
+        def __len__(self):
+            return 1
+
+        def slab_reader(self, *_):
+            raise NotImplementedError
+
+        def close(self): ...
+
+    assert given_statistics({"a": (1.0, 2.0)}, Other()).mean == (1.0,)
+    with pytest.raises(SampleError, match="no entry for channel 'a'"):
+        given_statistics({"b": (1.0, 2.0)}, Other())
+    with pytest.raises(SampleError, match=r"give \{channel"):
+        given_statistics(Statistics({}), Other())
+
+
+def test_closes_only_what_it_opened(store):
+    closed = []
+    with open_store(store) as opened:
+        watched = replace(opened, closers=(lambda: closed.append(True),))
+        samples = GridSamples(watched)
+        DomainDataLoader(samples).close()
+        DomainDataLoader(watched).close()
+        samples.close()
+        assert not closed
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])

@@ -88,6 +88,31 @@ def test_several_results_and_lists_of_tensors(fresh_ranks):
     fresh_ranks.run(check, mesh=(3,))
 
 
+SQUARES = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+VIEWS = {
+    "whole": lambda x: x[..., :5].contiguous(),
+    "sliced": lambda x: x[..., :5],
+    "transposed": lambda x: x[..., :5].contiguous().mT,
+    "expanded": lambda x: x[:1, :, :5].expand(3, 5, 5),
+    "overlapping": lambda x: x.unfold(-1, 3, 1)[:, 0, :3],
+    "permuted": lambda x: x[:, :3, :5].permute(2, 1, 0),
+}
+CHOOSING = {
+    "det": torch.linalg.det,
+    "slogdet": lambda x: torch.linalg.slogdet(x)[1],
+    "solve": lambda x: torch.linalg.solve(x, torch.eye(x.shape[-1], dtype=x.dtype)),
+    "inverse": torch.linalg.inv,
+}
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_kernels_that_choose_by_strides(ranks, name):
+    """They factor A or A^T, and the backward formula looks at the strides of A to know which."""
+    for view in VIEWS.values():
+        for cut in ((0, (1, 0, 2)), (1, (2, 0, 3)), (2, (4, 1, 2))):
+            ranks.same_as_plain(lambda x, v=view: CHOOSING[name](v(x)), SQUARES, cuts=[cut], rtol=1e-10)
+
+
 def test_in_place_ops_write_the_blocks(fresh_ranks):
     def check(mesh):
         missing("tril_.default")

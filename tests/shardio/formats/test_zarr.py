@@ -276,6 +276,15 @@ def test_remote_through_fsspec(tmp_path: Path) -> None:
         open_store("memory://gone.zarr")
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_files_of_another_kind_are_passed_over_in_silence(tmp_path: Path, zarr_format: Any) -> None:
+    zarr.open_group(tmp_path, mode="w", zarr_format=zarr_format).create_array("a", shape=(4, 6), dtype="f4")
+    (tmp_path / "sample_info.json").write_text("{}")
+    with open_store(tmp_path) as store:
+        assert list(store) == ["a"]
+
+
 def test_folder_that_is_no_store(tmp_path: Path) -> None:
     with pytest.raises(UnknownFormatError, match=r"no store that a format recognises.*'zarr'|zarr"):
         open_store(tmp_path)

@@ -179,6 +179,13 @@ def test_flattened_rows(ranks):
     compare(ranks, table, values(2, 8, 3), {0: (1, (5, 3))}, (2,))
 
 
+def test_searchsorted_in_several_lists(ranks):
+    lists = values(2, 8, 3).sort(-1)[0]
+    ranks.same_as_plain(
+        lambda a, v: torch.searchsorted(a.detach(), v.detach(), right=True), lists, values(2, 8, 4), dim=1, sizes=(5, 3)
+    )
+
+
 def test_assignment(ranks):
     def assign(x, mask, at):
         y = x * 1

@@ -1,5 +1,9 @@
 """Random ops: independent between blocks, the same on replicas, repeated by a seed, and the ranks stay in step."""
 
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -201,6 +205,30 @@ def out_of_step(mesh: Any, x: torch.Tensor) -> str:
 
 def test_replicas_refuse_to_draw_from_generators_out_of_step(ranks: Ranks) -> None:
     assert ranks.run(out_of_step, torch.ones(8, 3), mesh=(2,)) == ["RankDisagreementError"] * 2
+
+
+PROGRAM = """
+import torch
+from shardtensor import Replicate, ShardTensor, init_mesh
+mesh = init_mesh((2,), ("domain",), device_type="cpu")
+torch.manual_seed(0)
+torch.nn.functional.dropout(ShardTensor.from_local(torch.ones(4), mesh, [Replicate()]), 0.5)
+"""
+
+
+def test_processes_that_share_no_parent_are_in_step() -> None:
+    """Unlike the ranks of the other tests, each hashes with a secret of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environments = [shared | {"RANK": str(rank), "PYTHONHASHSEED": str(rank + 1)} for rank in range(2)]
+    started = [subprocess.Popen([sys.executable, "-c", PROGRAM], env=one) for one in environments]
+    try:
+        assert [process.wait(100) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
 
 
 def evaluated(x: Any) -> torch.Tensor:
