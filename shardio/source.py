@@ -91,6 +91,16 @@ class Source(ABC):
         self._decode = decode
         self._default_missing = default_missing
 
+    @property
+    def requests(self) -> int:
+        """Reads worth having under way at once, if more than there are cores: where each waits for a server."""
+        return 1
+
+    @property
+    def together(self) -> bool:
+        """Whether chunks share stored objects behind a server, so that neighbours are better fetched by one read."""
+        return False
+
     @cached_property
     def decode(self) -> Decode:
         """How stored values become physical ones. Raises DecodeError if the attributes make no sense."""
