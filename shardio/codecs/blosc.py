@@ -258,5 +258,5 @@ def _directs(
         first, stop = -(-start // block), start + size
         last = -(-stop // block) if stop == total else stop // block
         if first < last:
-            piece = out[(*index, ...)].reshape(-1)[first * block - start : last * block - start]
+            piece = np.asarray(out[index]).reshape(-1)[first * block - start : last * block - start]
             yield Unit(first, last, piece.view(np.uint8))
