@@ -150,7 +150,8 @@ def _copy_piece(data: str, journal: Journal | None, store: Store, piece: Piece) 
     """Copy one part and give its checksum; here it is entered in the journal at once."""
     values = _storable(store[piece.array], store[piece.array].read(piece.box))
     checksum = checksum_of(values)
-    zarr.open_array(f"{data}/{piece.array}", mode="r+", config=WRITE_ALL)[slices(piece.box)] = values
+    array = zarr.open_array(f"{data}/{piece.array}", mode="r+")
+    array.with_config(WRITE_ALL)[slices(piece.box)] = values
     if journal is not None:
         journal.add(piece, checksum)
     return checksum
@@ -216,7 +217,8 @@ class _Prepared:
                 attrs["calendar"] = "proleptic_gregorian"
             dtype = np.dtype(np.int64)
         if dtype.kind == "f" and "_FillValue" not in attrs:  # NetCDF's own is in force without being written down
-            attrs |= {"_FillValue": value for value in source.decode.missing if value == dtype.type(NETCDF_FILL)}
+            held = [value for value in source.decode.missing if value == dtype.type(NETCDF_FILL)]
+            attrs |= dict(zip(("_FillValue",), held, strict=False))
         part = _part(source, chunking.unit)
         return cls(source.name, source.dims, source.shape, dtype, chunking, part, attrs)
 
