@@ -81,7 +81,7 @@ class ChunkedSource(Source):
         if first == last:
             return self._read_chunk(first, box, out, share) if out.size else Counted()
         numbers = list(self.numbers(box))
-        extents = self._fetched(numbers) if self.together else {}
+        extents = self._fetched(numbers) if self.fetched_together else {}
         jobs = [partial(self._read_chunk, number, box, out, share, extents.get(number)) for number in numbers]
         return sum(share(jobs), Counted())
 

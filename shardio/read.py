@@ -120,7 +120,7 @@ class OwnReader:
             self.team.grow(max((request.source.requests for request in requests), default=1))
         jobs = []
         for request in requests:
-            threads = cores if request.source.together else self.team.threads
+            threads = cores if request.source.fetched_together else self.team.threads
             tasks = cut(request.plan, math.ceil(threads / len(requests)))
             jobs += [partial(self.fetch, request, task) for task in tasks]
         self.team(jobs)

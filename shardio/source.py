@@ -97,7 +97,7 @@ class Source(ABC):
         return 1
 
     @property
-    def together(self) -> bool:
+    def fetched_together(self) -> bool:
         """Whether chunks share stored objects behind a server, so that neighbours are better fetched by one read."""
         return False
 

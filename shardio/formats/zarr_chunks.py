@@ -103,8 +103,8 @@ class ZarrChunks(ChunkedSource):
         return self._store.requests
 
     @property
-    def together(self) -> bool:
-        """See Source.together."""
+    def fetched_together(self) -> bool:
+        """See Source.fetched_together."""
         return self._shards is not None and self._store.requests > 1
 
     def locate(self, number: Number) -> Extent | None:
