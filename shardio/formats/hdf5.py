@@ -133,8 +133,7 @@ def open_hdf5(
     own_file = h5py.h5o.get_info(at.id).fileno
     for name in list(datasets):
         dataset = datasets.pop(name)
-        attrs = dataset.attrs
-        if dataset.shape is None or ("NAME" in attrs and _text(attrs["NAME"]).startswith(NO_VARIABLE)):
+        if dataset.shape is None or _no_variable(dataset):
             continue
         # One element that equals the fill value cannot mislead (see formats/zarr.py).
         single = len(dataset.shape) <= 1 and math.prod(dataset.chunks or dataset.shape) == 1
@@ -192,6 +191,11 @@ def _datasets(group: h5py.Group, prefix: str, above: frozenset[Any]) -> Iterator
             yield prefix + key.removeprefix(NON_COORDINATE), node
         elif isinstance(node, h5py.Group) and node.id not in above:
             yield from _datasets(node, f"{prefix}{key}/", above | {group.id})
+
+
+def _no_variable(dataset: h5py.Dataset) -> bool:
+    """Is it there only because NetCDF-4 has a dim of that name?"""
+    return "NAME" in dataset.attrs and _text(dataset.attrs["NAME"]).startswith(NO_VARIABLE)
 
 
 def _cache_size(dataset: h5py.Dataset) -> int:
