@@ -18,7 +18,7 @@ from shardio.box import Box, shape_of, whole
 from shardio.codecs.base import Counted, Share, in_turn
 from shardio.decode import Decode
 from shardio.errors import StoreNotFoundError, UnknownFormatError, VariableNotFoundError
-from shardio.location import is_url, local_path
+from shardio.location import is_url, local_path, visible
 
 Missing = Literal["raise", "fill"]
 """What a read does where a chunk was never written: raise MissingChunkError, or give the array's fill value."""
@@ -279,6 +279,6 @@ def _find_format(source: Any, name: str | None) -> Format:
             if path.lower().endswith(row.suffixes):
                 return row
     raise UnknownFormatError(
-        f"{source!r} is no store that a format recognises by its content or its ending; "
+        f"{visible(source)} is no store that a format recognises by its content or its ending; "
         f"say format=, one of: {', '.join(sorted(FORMATS))}"
     )
