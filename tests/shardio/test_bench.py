@@ -14,7 +14,7 @@ from shardio.cli import app
 from shardio.cli.bench import _rows
 from shardio.errors import MissingChunkError
 from shardio.partition import make_partition
-from shardio.plan import plan
+from shardio.plan import Plan, plan
 
 DIMS = ("time", "lat", "lon")
 
@@ -27,18 +27,30 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "a.zarr"
 
 
-def test_ranks_count_what_the_plan_says(store: Path) -> None:
+def planned_for(store: Path) -> Plan:
     with open_store(store) as opened:
         layout = opened["a"].layout
-    planned = plan(make_partition({"lat": "d"}, sizes={"lat": 12}, ranks={"d": 2}), layout, halo=1)
+    return plan(make_partition({"lat": "d"}, sizes={"lat": 12}, ranks={"d": 2}), layout, halo=1)
+
+
+def test_ranks_count_what_the_plan_says(store: Path) -> None:
+    planned = planned_for(store)
     one = planned.at({"time": [0]})
     found = measure(str(store), {"a": planned}, [[0, 3, 5]], time="time", mode="own")
     assert [rank.needed for rank in found] == [rank.bytes_needed for rank in one.ranks]
     assert [rank.decoded for rank in found] == [rank.bytes_fetched for rank in one.ranks]
     assert [(rank.rank, rank.group, rank.part) for rank in found] == [(0, 0, 0), (1, 0, 1)]
     assert all(len(rank.first) == len(rank.again) == 3 and min(rank.first) > 0 for rank in found)
+
+
+def test_together_they_decode_a_sample_once(store: Path) -> None:
+    planned = planned_for(store)
     together = measure(str(store), {"a": planned}, [[0, 3, 5]], time="time", mode="collective")
     assert sum(rank.decoded for rank in together) == 12 * 10 * 4
+
+
+def test_an_error_of_a_rank_is_raised(store: Path) -> None:
+    planned = planned_for(store)
     (store / "a/c/3/0/0").unlink()
     with pytest.raises(MissingChunkError, match="a/c/3/0/0"):
         measure(str(store), {"a": planned}, [[0, 3, 5]], time="time", mode="own")
