@@ -101,7 +101,7 @@ def measure(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     job = Job(source, missing, plans, time, rows, threads, mode, port)
-    context = mp.get_context("spawn")
+    context = _context()
     ranks: list[tuple[BaseProcess, Connection]] = []
     try:
         for rank in range(job.parts * len(rows)):
@@ -116,6 +116,15 @@ def measure(
             pipe.close()
             process.terminate()
             process.join()
+
+
+def _context() -> Any:
+    """How ranks start: where there is a fork server, it imports what they need once, in a process without threads."""
+    if "forkserver" not in mp.get_all_start_methods():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["shardio.bench"])
+    return context
 
 
 def _answer(rank: int, process: BaseProcess, pipe: Connection) -> Measured:

@@ -48,6 +48,16 @@ class CachedSource(Source):
         """That of the array itself, so that plans are the same."""
         return self.source.layout
 
+    @property
+    def requests(self) -> int:
+        """See Source.requests."""
+        return self.source.requests
+
+    @property
+    def together(self) -> bool:
+        """See Source.together."""
+        return self.source.together
+
     def read_into(self, box: Box, out: Array) -> None:
         """See Source.read_into."""
         self.read_counted(box, out)

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 
 from shardio.box import Box, Span
+from shardio.bytes.fetched import Fetched, Stretch
 from shardio.codecs.base import Counted, Extent, Pipeline, Share, in_turn
 from shardio.errors import CorruptChunkError, MissingChunkError
 from shardio.source import Source
 
 TRIED = 64
 """Chunks that are looked at to see what can be decoded alone, until one is found."""
+LARGER = 1 << 20
+"""Stored bytes that a chunk fetched with others has at most beyond twice those of its values."""
 Number = tuple[int, ...]
 
 
@@ -77,7 +80,9 @@ class ChunkedSource(Source):
         last = tuple([(span[1] - 1) // size for span, size in zip(box, self.chunks, strict=True)])
         if first == last:
             return self._read_chunk(first, box, out, share) if out.size else Counted()
-        jobs = [partial(self._read_chunk, number, box, out, share) for number in self.numbers(box)]
+        numbers = list(self.numbers(box))
+        extents = self._fetched(numbers) if self.fetched_together else {}
+        jobs = [partial(self._read_chunk, number, box, out, share, extents.get(number)) for number in numbers]
         return sum(share(jobs), Counted())
 
     def numbers(self, box: Box) -> Iterator[Number]:
@@ -86,7 +91,27 @@ class ChunkedSource(Source):
             return iter(())
         return itertools.product(*[range(a // n, -(-b // n)) for (a, b), n in zip(box, self.chunks, strict=True)])
 
-    def _read_chunk(self, number: Number, box: Box, out: np.ndarray[Any, Any], share: Share) -> Counted:
+    def _fetched(self, numbers: list[Number]) -> dict[Number, Extent]:
+        """Chunks that are fetched together: those that decode as a whole, or are small enough for it to be no loss."""
+        wanted: dict[Number, Extent] = {}
+        for number in numbers:
+            try:
+                extent = self.locate(number)
+            except CorruptChunkError:  # reported when the chunk is read
+                continue
+            size = 0 if extent is None or extent.stop is None else extent.stop - extent.start
+            most = extent.store.gap if extent is not None and self.block else 2 * self.pipeline.nbytes + LARGER
+            if extent is not None and 0 < size <= most:
+                wanted[number] = extent
+        if not wanted:
+            return {}
+        store = next(iter(wanted.values())).store
+        held = Fetched(store, [Stretch(extent.key, extent.start, extent.stop or 0) for extent in wanted.values()])
+        return {number: extent._replace(store=held) for number, extent in wanted.items()}
+
+    def _read_chunk(
+        self, number: Number, box: Box, out: np.ndarray[Any, Any], share: Share, extent: Extent | None = None
+    ) -> Counted:
         inner, place = [], []
         for (start, stop), at, size in zip(box, number, self.chunks, strict=True):
             corner = at * size
@@ -96,7 +121,7 @@ class ChunkedSource(Source):
         where: tuple[slice | EllipsisType, ...] = (*place, ...)  # with the ellipsis, an array for no dims, too
         part = out[where]
         try:
-            extent = self.locate(number)
+            extent = extent or self.locate(number)
             counted = None if extent is None else self.pipeline.read(extent, tuple(inner), part, share)
         except CorruptChunkError as error:
             raise CorruptChunkError(

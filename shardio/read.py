@@ -25,7 +25,7 @@ from shardio.plan import Index, Plan, RankPlan
 from shardio.runs import Run
 from shardio.source import Source
 from shardio.tasks import Task, cut
-from shardio.team import Team
+from shardio.team import Team, usable_cores
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -83,7 +83,8 @@ class OwnReader:
     """Reads for one rank, several chunks at once on threads of its own; close it (or use `with`) when done.
 
     Attributes:
-        threads: threads that read and decode; by default the cores this process may use. 1 reads in the caller's.
+        threads: threads that read and decode; by default the cores this process may use, more for remote stores. 1
+            reads in the caller's.
         stats: what was read so far.
         excuse: called with the request and the error for each chunk that is absent or corrupt; NaN is put in its place
             (False in the mask). None: the error is raised.
@@ -114,8 +115,15 @@ class OwnReader:
         Raises the first error of any chunk (MissingChunkError, CorruptChunkError, DecodeError) once no thread writes
         to the buffers any more.
         """
-        wanted = math.ceil(self.team.threads / max(1, len(requests)))
-        self.team([partial(self.fetch, request, task) for request in requests for task in cut(request.plan, wanted)])
+        cores = self.team.threads if self.threads is not None else usable_cores()
+        if self.threads is None:
+            self.team.grow(max((request.source.requests for request in requests), default=1))
+        jobs = []
+        for request in requests:
+            threads = cores if request.source.fetched_together else self.team.threads
+            tasks = cut(request.plan, math.ceil(threads / len(requests)))
+            jobs += [partial(self.fetch, request, task) for task in tasks]
+        self.team(jobs)
 
     def fetch(self, request: Request, task: Task) -> None:
         """Read one of the tasks that `read_all` makes of a request."""

@@ -150,7 +150,8 @@ def _copy_piece(data: str, journal: Journal | None, store: Store, piece: Piece) 
     """Copy one part and give its checksum; here it is entered in the journal at once."""
     values = _storable(store[piece.array], store[piece.array].read(piece.box))
     checksum = checksum_of(values)
-    zarr.open_array(f"{data}/{piece.array}", mode="r+", config=WRITE_ALL)[slices(piece.box)] = values
+    array = zarr.open_array(f"{data}/{piece.array}", mode="r+")
+    array.with_config(WRITE_ALL)[slices(piece.box)] = values
     if journal is not None:
         journal.add(piece, checksum)
     return checksum

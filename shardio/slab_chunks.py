@@ -43,7 +43,8 @@ def slab_chunks(
 ) -> tuple[int, ...]:
     """The chunks of an array for ranks that each read a slab of one time step.
 
-    - one time step; every other dim that is not cut whole;
+    - one time step (several if the whole field of one has less than LEAST_BYTES); every other dim that is not cut
+      whole;
     - along each cut dim the most rows with which no rank reads more than WASTE times the rows that it needs;
     - but not less than LEAST_BYTES, and not more than MOST_BYTES, for which first rows, then levels are divided.
 
@@ -59,6 +60,10 @@ def slab_chunks(
         other = [layout.shape[later] for later in list(cuts)[number + 1 :]]  # as if not divided
         row = math.prod(chunks) * math.prod(other) * layout.itemsize
         chunks[at] = _rows(cut, layout.shape[at], halo, cut.dim in periodic, row)
+    small = LEAST_BYTES // (math.prod(chunks) * layout.itemsize)
+    if time in layout.dims and small > 1:
+        at = layout.dims.index(time)
+        chunks[at] = max(1, min(small, layout.shape[at]))
     divided = [*cuts, *(at for at in range(len(chunks)) if at not in cuts)]
     return _within(chunks, divided, layout.itemsize)
 

@@ -18,7 +18,7 @@ from shardio.box import Box, shape_of, whole
 from shardio.codecs.base import Counted, Share, in_turn
 from shardio.decode import Decode
 from shardio.errors import MissingExtraError, StoreNotFoundError, UnknownFormatError, VariableNotFoundError
-from shardio.location import is_url, local_path
+from shardio.location import is_url, local_path, visible
 
 Missing = Literal["raise", "fill"]
 """What a read does where a chunk was never written: raise MissingChunkError, or give the array's fill value."""
@@ -90,6 +90,16 @@ class Source(ABC):
         self._block = block
         self._decode = decode
         self._default_missing = default_missing
+
+    @property
+    def requests(self) -> int:
+        """Reads worth having under way at once, if more than there are cores: where each waits for a server."""
+        return 1
+
+    @property
+    def fetched_together(self) -> bool:
+        """Whether chunks share stored objects behind a server, so that neighbours are better fetched by one read."""
+        return False
 
     @cached_property
     def decode(self) -> Decode:
@@ -254,7 +264,7 @@ def open_store(source: Any, *, format: str | None = None, missing: Missing = "ra
     except ImportError as error:
         if isinstance(error, MissingExtraError) or not is_url(source):
             raise
-        raise MissingExtraError(f"{source!r} needs a library that fsspec opens such URLs with: {error}") from error
+        raise MissingExtraError(f"{visible(source)} needs a library that fsspec opens such URLs with: {error}") from error
 
 
 def _find_format(source: Any, name: str | None) -> Format:
@@ -276,6 +286,6 @@ def _find_format(source: Any, name: str | None) -> Format:
             if path.lower().endswith(row.suffixes):
                 return row
     raise UnknownFormatError(
-        f"{source!r} is no store that a format recognises by its content or its ending; "
+        f"{visible(source)} is no store that a format recognises by its content or its ending; "
         f"say which with open_store(..., format=) or shardio --format: {', '.join(sorted(FORMATS))}"
     )

@@ -22,11 +22,20 @@ class Team:
         if self.threads < 1:
             raise ValueError(f"threads={threads}; at least 1 is needed")
         self._pool = ThreadPoolExecutor(self.threads, "shardio-read") if self.threads > 1 else None
+        self._outgrown: list[ThreadPoolExecutor] = []
 
     def close(self) -> None:
         """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        for pool in (*self._outgrown, self._pool):
+            if pool is not None:
+                pool.shutdown(cancel_futures=True)
+
+    def grow(self, threads: int) -> None:
+        """Work with so many threads from now on, if they are more: waiting for a server takes no core."""
+        if threads > self.threads:
+            if self._pool is not None:
+                self._outgrown.append(self._pool)  # others may be at work in it
+            self.threads, self._pool = threads, ThreadPoolExecutor(threads, "shardio-read")
 
     def __call__(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run the jobs; the first error of any is raised once none of them runs any more."""

@@ -49,8 +49,9 @@ class RemoteBytes(ByteStore):
     Args:
         url: root; user, password and query are used, but never shown.
         storage_options: options of obstore (access_key_id, endpoint, skip_signature, client_options, ...) or of fsspec
-            (key, secret, token, endpoint_url, anon, client_kwargs, headers, ...), and three of our own: `retries`, new
-            tries after a failure that may pass (10); `timeout`, seconds without a byte (30); `requests`, at once (32).
+            (key, secret, token, endpoint_url, anon, client_kwargs, headers, ...), and four of our own: `retries`, new
+            tries after a failure that may pass (10); `timeout`, seconds without a byte (30); `requests`, at once (32);
+            `gap`, if it is not to be measured.
 
     Raises:
         ReadError: a server keeps failing, or fails for good; names the object, and the last status.
@@ -61,11 +62,13 @@ class RemoteBytes(ByteStore):
         self.url = visible(url)
         options = dict(storage_options or {})
         self._retries = int(options.pop("retries", 10))
+        gap = options.pop("gap", None)
         self._client, self._prefix = connect(url, options)
         self.requests = self._client.requests
         self._small: list[float] = []
         self._lock = threading.Lock()
-        self.gap = _gap(LATENCY_S, self.requests)
+        self._measure = gap is None
+        self.gap = _gap(LATENCY_S, self.requests) if gap is None else int(gap)
 
     def __repr__(self) -> str:
         return f"RemoteBytes({self.url!r})"
@@ -169,7 +172,7 @@ class RemoteBytes(ByteStore):
         with self._lock:
             self.requests_made += 1
             self.fetched += nbytes
-            if seconds is not None and 0 < nbytes <= SMALL and len(self._small) < 8:
+            if self._measure and seconds is not None and 0 < nbytes <= SMALL and len(self._small) < 8:
                 self._small.append(seconds)
                 if len(self._small) in (4, 8):
                     self.gap = _gap(min(self._small), self.requests)

@@ -54,9 +54,10 @@ def rechunk(
 ) -> None:
     """Copy a store into a Zarr store whose chunks suit the slabs of a mesh. Interrupted, it goes on when run again.
 
-    Chunks hold one time step, all levels, and as many rows as let no rank read more than 1.25 times what it needs, but
-    64 KiB to 16 MiB. In Zarr 3 they lie in shards of whole time steps, about 64 MiB each. Stored values, packing and
-    attributes are copied as they are. The new store appears at DST once it has been read back and compared.
+    Chunks hold one time step (several where a field has less than 64 KiB), all levels, and as many rows as let no rank
+    read more than 1.25 times what it needs, but 64 KiB to 16 MiB. In Zarr 3 they lie in shards of whole time steps,
+    about 64 MiB each. Stored values, packing and attributes are copied as they are. The new store appears at DST once
+    it has been read back and compared.
     """
     if zarr_format not in (2, 3):
         raise DestinationError(f"Zarr format {zarr_format} is not known; it is 2 or 3")

@@ -34,6 +34,7 @@ class Table(NamedTuple):
         flags, typesize: as in the header; the codec, the shuffle, bytes of an element.
         block: decoded bytes of a block; the last can be shorter.
         starts, ends: where each block lies in the chunk.
+        fetched: bytes that were fetched to know all this.
         ascending: the blocks lie one after the other; several threads may have written them in another order.
     """
 
@@ -42,6 +43,7 @@ class Table(NamedTuple):
     block: int
     starts: list[int]
     ends: list[int]
+    fetched: int
     ascending: bool
 
 
@@ -84,7 +86,7 @@ class BloscPipeline(Pipeline):
         counts = share([partial(self._decode, extent, table, job, box, out, shape) for job in jobs])
         if self.swap:
             out.byteswap(inplace=True)
-        return sum(counts, Counted(0, HEADER.size + 4 * len(table.starts)))
+        return sum(counts, Counted(0, table.fetched))
 
     def _table(self, extent: Extent) -> Table | None:
         """A chunk's header and table; None if it is absent."""
@@ -107,19 +109,21 @@ class BloscPipeline(Pipeline):
             raise CorruptChunkError(f"blosc's header says blocks of {block} bytes in a chunk of {nbytes}")
         if flags & MEMCPYED:
             starts = list(range(HEADER.size, HEADER.size + nbytes, block))
-            return Table(flags, typesize, block, starts, [*starts[1:], HEADER.size + nbytes], True)
-        if len(head) < begin:
+            return Table(flags, typesize, block, starts, [*starts[1:], HEADER.size + nbytes], len(head), True)
+        fetched = len(head)
+        if fetched < begin:
             self._ahead = begin
             head = _fetch(extent, begin)
             if head is None or len(head) < begin:
                 raise CorruptChunkError("it ends within blosc's table of blocks")
+            fetched += len(head)
         starts = list(struct.unpack_from(f"<{blocks}i", head, HEADER.size))
         in_file = sorted(starts)
         if in_file[0] < begin or in_file[-1] >= stored:
             raise CorruptChunkError(f"blosc's table says blocks at {in_file[0]} to {in_file[-1]} of {stored} bytes")
         ascending = in_file == starts
         after = dict(zip(in_file, [*in_file[1:], stored], strict=True))
-        return Table(flags, typesize, block, starts, [after[start] for start in starts], ascending)
+        return Table(flags, typesize, block, starts, [after[start] for start in starts], fetched, ascending)
 
     def _jobs(self, table: Table, box: Box, out: Array, shape: tuple[int, ...]) -> Iterator[list[Unit]]:
         """The blocks that a box touches, in jobs of about JOB decoded bytes."""
@@ -254,5 +258,5 @@ def _directs(
         first, stop = -(-start // block), start + size
         last = -(-stop // block) if stop == total else stop // block
         if first < last:
-            piece = out[(*index, ...)].reshape(-1)[first * block - start : last * block - start]
+            piece = np.asarray(out[index]).reshape(-1)[first * block - start : last * block - start]
             yield Unit(first, last, piece.view(np.uint8))

@@ -70,7 +70,7 @@ class RawPipeline(Pipeline):
         room = JOB
         outer = itertools.product(*[range(span.size) for span in box[:along]])
         for first, index in zip((starts * out.itemsize + extent.start).tolist(), outer, strict=True):
-            piece = out[(*index, ...)].reshape(-1).view(np.uint8).data
+            piece = np.asarray(out[index]).reshape(-1).view(np.uint8).data
             done = 0
             while done < len(piece):
                 part = piece[done : done + room]

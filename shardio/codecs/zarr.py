@@ -82,8 +82,8 @@ def _steps(codecs: Sequence[tuple[str, Config]], nbytes: int) -> list[Step] | No
     steps: list[Step] = []
     size: int | None = nbytes  # None: as many as a compressor gave
     for name, config in codecs:
-        if name == "crc32c" and config.get("location", "end") == "end":
-            steps.append(Step(_crc32c, size, name))
+        if name in CHECKS or (name == "crc32c" and config.get("location", "end") == "end"):
+            steps.append(Step(_numcodec(name, config) if name in CHECKS else _crc32c, size, name))
             size = None if size is None else size + 4
             continue
         if size is None:
@@ -93,9 +93,6 @@ def _steps(codecs: Sequence[tuple[str, Config]], nbytes: int) -> list[Step] | No
             size = None
         elif name == "shuffle":
             steps.append(Step(_unshuffle(int(config.get("elementsize", 4))), size, name))
-        elif name in CHECKS:
-            steps.append(Step(_numcodec(name, config), size, name))
-            size += 4
         elif name in CONVERSIONS or name == "bitround":
             steps.append(Step(_numcodec(name, config), size, name))
             decoded, encoded = CONVERSIONS.get(name, ("", ""))

@@ -23,6 +23,8 @@ from shardio.errors import RankLostError, RankTimeoutError, ReadCancelledError, 
 from shardtensor.comm import gather_facts
 
 TIMEOUT_S = 300.0
+SETUP_S = 60.0
+"""What connecting to ranks on other machines may take at least."""
 LOOK_S = 0.05
 """While a rank waits, it looks so often whether the others live and read on."""
 LONGEST_PAUSE_S = 1e-3
@@ -110,7 +112,10 @@ class Group:
             board = SharedBoard({me: lifeline.own, **lifeline.others}, me)
             return cls(name, members, me, board, lifeline=lifeline, timeout=timeout)
         channel = dist.new_group(
-            ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
+            ranks,
+            timeout=timedelta(seconds=max(timeout, SETUP_S)),
+            backend="gloo",
+            use_local_synchronization=True,
         )
         job = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         stored = StoreBoard(dist.PrefixStore(f"shardio/{name}", job), len(ranks), me)

@@ -137,14 +137,17 @@ class CollectiveReader:
         DecodeError, ... with the rank that met it; RankLostError, RankTimeoutError if a rank does not read along, and
         ReadCancelledError after `Group.cancel`.
         """
-        if self._sequence != self.group.sequence:  # the last reads may have ended anywhere: meet before memory is used
-            self._memory.forget()
-            self.group.step()
-            self._sequence = self.group.sequence
         try:
+            if (
+                self._sequence != self.group.sequence
+            ):  # the last reads may have ended anywhere: meet before memory is used
+                self._memory.forget()
+                self.group.step()
+                self._sequence = self.group.sequence
             self._read_all(requests)
         except BaseException:
             self._sequence = None
+            self._memory.forget()
             raise
 
     def _read_all(self, requests: Sequence[Request]) -> None:

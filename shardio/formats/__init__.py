@@ -9,6 +9,6 @@ def load_all() -> None:
     """Fill the format table with the formats that come with shardio (once)."""
     from shardio.formats import grib, hdf5, icechunk, netcdf3, references, xarray, zarr
 
-    for module in (zarr, hdf5, netcdf3, grib, xarray, icechunk, references):
+    for module in (references, zarr, hdf5, netcdf3, grib, xarray, icechunk):
         row: Format = module.FORMAT
         FORMATS.setdefault(row.name, row)

@@ -37,7 +37,9 @@ CACHE_SLOTS = 12421
 class Hdf5Source(Source):
     """One HDF5 dataset read by HDF5, its handle held open; h5py lets one thread at a time into that library."""
 
-    def __init__(self, name: str, dataset: h5py.Dataset, dims: tuple[str, ...], strict: bool) -> None:
+    def __init__(
+        self, name: str, dataset: h5py.Dataset, dims: tuple[str, ...], strict: bool, default_missing: float | None
+    ) -> None:
         super().__init__(
             name,
             dims=dims,
@@ -46,7 +48,7 @@ class Hdf5Source(Source):
             dtype=dataset.dtype,
             attrs=attributes(dataset),
             block=int(dataset.chunks is None),
-            default_missing=_default_missing(dataset),
+            default_missing=default_missing,
         )
         self._dataset = dataset
         self._table = ChunkTable(dataset) if dataset.chunks is not None else None
@@ -131,11 +133,12 @@ def open_hdf5(
     own_file = h5py.h5o.get_info(at.id).fileno
     for name in list(datasets):
         dataset = datasets.pop(name)
-        if dataset.shape is None or _text(dataset.attrs.get("NAME", "")).startswith(NO_VARIABLE):
+        if dataset.shape is None or _no_variable(dataset):
             continue
         # One element that equals the fill value cannot mislead (see formats/zarr.py).
         single = len(dataset.shape) <= 1 and math.prod(dataset.chunks or dataset.shape) == 1
         strict, dims = missing == "raise" and not single, _dims(dataset, names)
+        default_missing = _default_missing(dataset)
         found = pipeline_of(dataset) if stored is not None and addresses[name][0] == own_file else None
         if found is None or stored is None or path is None:
             _check_filters(name, dataset, url)
@@ -143,11 +146,10 @@ def open_hdf5(
             if cache:
                 del dataset  # a new size takes effect once no handle is left
                 dataset = h5py.Dataset(h5py.h5d.open(file, inside, _access(cache)))
-            sources[name] = Hdf5Source(name, dataset, dims, strict)
+            sources[name] = Hdf5Source(name, dataset, dims, strict, default_missing)
         else:
-            library = Hdf5Source(name, dataset, dims, strict)
-            missing_value = _default_missing(dataset)
-            sources[name] = StoredSource(library, dataset, *found, stored, path.name, strict, missing_value)
+            library = Hdf5Source(name, dataset, dims, strict, default_missing)
+            sources[name] = StoredSource(library, dataset, *found, stored, path.name, strict, default_missing)
     if stored is not None:
         closers.append(stored.close)
     return Store(url, sources, attributes(at), "hdf5", tuple(closers))
@@ -189,6 +191,11 @@ def _datasets(group: h5py.Group, prefix: str, above: frozenset[Any]) -> Iterator
             yield prefix + key.removeprefix(NON_COORDINATE), node
         elif isinstance(node, h5py.Group) and node.id not in above:
             yield from _datasets(node, f"{prefix}{key}/", above | {group.id})
+
+
+def _no_variable(dataset: h5py.Dataset) -> bool:
+    """Is it there only because NetCDF-4 has a dim of that name?"""
+    return "NAME" in dataset.attrs and _text(dataset.attrs["NAME"]).startswith(NO_VARIABLE)
 
 
 def _cache_size(dataset: h5py.Dataset) -> int:
@@ -266,9 +273,9 @@ def _scale_name(scale: h5py.Dataset, scales: dict[Any, str]) -> str:
 
 def _listed_dims(dataset: h5py.Dataset) -> list[str] | None:
     """Dims of a coordinate variable with several dims, which NetCDF-4 keeps by number."""
-    numbers = dataset.attrs.get("_Netcdf4Coordinates")
-    if numbers is None:
+    if "_Netcdf4Coordinates" not in dataset.attrs:  # asking is cheaper than failing
         return None
+    numbers = dataset.attrs["_Netcdf4Coordinates"]
     by_number = {
         int(scale.attrs["_Netcdf4Dimid"]): key
         for key, scale in dataset.parent.items()

@@ -61,7 +61,7 @@ class ReferenceBytes(ByteStore):
 
     Args:
         references: key -> where its bytes lie.
-        home: folder or URL of the references; files below it are read, and relative paths start there.
+        home: folder or URL that holds the references; files below it are read, and relative paths start there.
         url: of the references, for errors.
         allow: folders, URLs or schemes ("s3://") below which other files may be read, or True for all.
         options: storage_options for the files.
@@ -89,8 +89,8 @@ class ReferenceBytes(ByteStore):
         if found.size is not None:
             return found.size
         store, name = self._store(found.file)
-        size = store.size(name)
-        return self._there(size, key, found) - found.start
+        size: int = self._there(store.size(name), key, found)
+        return size - found.start
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes | memoryview | None:
         """See ByteStore.read."""
@@ -104,7 +104,11 @@ class ReferenceBytes(ByteStore):
             start = max(0, found.size + start) if start < 0 else start
             stop = found.size if stop is None else min(stop, found.size)
         data = store.read(name, found.start + start, None if stop is None else found.start + max(start, stop))
-        return self._count(self._there(data, key, found))
+        there: memoryview = self._there(data, key, found)
+        with self._lock:
+            self.fetched += len(there)
+            self.requests_made += 1
+        return there
 
     def read_into(self, key: str, start: int, into: memoryview) -> bool:
         """See ByteStore.read_into."""
@@ -140,12 +144,6 @@ class ReferenceBytes(ByteStore):
         """See ByteStore.close."""
         for store in self._stores.values():
             store.close()
-
-    def _count(self, data: Any) -> Any:
-        with self._lock:
-            self.fetched += len(data)
-            self.requests_made += 1
-        return data
 
     def _there(self, found: Any, key: str, target: Target) -> Any:
         if found is None:
@@ -278,7 +276,8 @@ class ParquetReferences(References):
         if len(at) != len(grid) or any(one >= most for one, most in zip(at, grid, strict=True)):
             return None
         strides = list(itertools.accumulate(reversed([*grid[1:], 1]), lambda a, b: a * b))[::-1]
-        return sum(one * stride for one, stride in zip(at, strides, strict=False))
+        number: int = sum(one * stride for one, stride in zip(at, strides, strict=False))
+        return number
 
     def _read(self, field: str, number: int) -> Any:
         stored = self._store.read(f"{field}/refs.{number}.parq")
@@ -333,7 +332,7 @@ def open_references(
         references = ParquetReferences(store, content) if parquet else JsonReferences(content, url)
     except (ValueError, KeyError, TypeError) as error:
         raise UnknownFormatError(f"{url} holds no references: {error}; write them again") from error
-    data = ReferenceBytes(references, folder, url, allow, target_options)
+    data = ReferenceBytes(references, home, url, allow, target_options)
     found = open_zarr(data, missing=missing, group=group)
     return replace(found, format="references", closers=(data.close, store.close))
 
@@ -342,8 +341,11 @@ def _looks_like_references(source: Any) -> bool:
     if not isinstance(source, (str, Path)) or is_url(source):
         return False
     path = local_path(source)
-    if path.is_dir():
-        return path.suffix.lower() in (".parq", ".parquet") and (path / ".zmetadata").is_file()
+    kept = path / ".zmetadata"
+    if kept.is_file():  # Parquet, unlike Zarr, says after the metadata how many references are in a table
+        with kept.open("rb") as file:
+            file.seek(max(0, kept.stat().st_size - 64))
+            return b'"record_size"' in file.read()
     if path.suffix.lower() != ".json" or not path.is_file():
         return False
     with path.open("rb") as file:

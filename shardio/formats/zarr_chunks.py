@@ -97,6 +97,16 @@ class ZarrChunks(ChunkedSource):
         self._separator = separator
         self._shards = shards
 
+    @property
+    def requests(self) -> int:
+        """See Source.requests."""
+        return self._store.requests
+
+    @property
+    def fetched_together(self) -> bool:
+        """See Source.fetched_together."""
+        return self._shards is not None and self._store.requests > 1
+
     def locate(self, number: Number) -> Extent | None:
         """See ChunkedSource.locate."""
         if self._shards is None:

@@ -1,6 +1,6 @@
 """Exchanges between the ranks of one process group, each with its adjoint; nothing here knows sharded tensors."""
 
-from shardtensor.comm.agree import any_rank, gather_facts, largest, totals
+from shardtensor.comm.agree import gather_facts, largest, totals
 from shardtensor.comm.all_to_all import all_to_all
 from shardtensor.comm.gather import all_gather, reduce_scatter
 from shardtensor.comm.halo import halo_begin, halo_exchange, halo_reduce
@@ -17,7 +17,6 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
-    "any_rank",
     "broadcast_values",
     "comm_trace",
     "finished",

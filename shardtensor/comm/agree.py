@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardtensor.comm.library import exchange
 
-__all__ = ["any_rank", "gather_facts", "largest", "totals"]
+__all__ = ["gather_facts", "largest", "totals"]
 
 
 def gather_facts(value: Any, mesh: DeviceMesh) -> dict[tuple[int, ...], Any]:
@@ -26,11 +26,6 @@ def gather_facts(value: Any, mesh: DeviceMesh) -> dict[tuple[int, ...], Any]:
                 dist.all_gather_object(gathered, found, group=group)
         found = {(rank, *rest): item for rank, part in enumerate(gathered) for rest, item in part.items()}
     return found
-
-
-def any_rank(flag: bool, mesh: DeviceMesh) -> bool:
-    """Whether the flag is set on any rank of the mesh; the same answer on all of them."""
-    return largest(int(flag), mesh) > 0
 
 
 def largest(value: int, mesh: DeviceMesh) -> int:

@@ -180,14 +180,14 @@ class Slow(Source):
     def __init__(self, fails: int | None = None) -> None:
         super().__init__("slow", dims=("x",), shape=(8,), chunks=(1,), dtype=np.dtype("f4"), attrs={}, decode=Decode())
         self.fails = fails
-        self.together = threading.Barrier(2, timeout=10)
+        self.meeting = threading.Barrier(2, timeout=10)
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         rows = range(*box[0])
         if self.fails in rows:
             raise RuntimeError("bad bits")
         if self.fails is None:
-            self.together.wait()  # ends only if two threads read at once
+            self.meeting.wait()  # ends only if two threads read at once
         out[...] = rows
 
 

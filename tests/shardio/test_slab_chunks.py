@@ -23,14 +23,14 @@ def test_no_rank_reads_much_more_than_it_needs(shape: tuple[int, ...], ranks: in
     stored = layout(*shape)
     partition = make_partition({"lat": "d"}, sizes={"lat": shape[-2]}, ranks={"d": ranks})
     chunks = slab_chunks(stored, partition, halo=3, time="time")
-    assert chunks[0] == 1
+    assert chunks[0] == (2 if shape[-1] == 128 else 1)  # 32 KiB a step
     assert chunks[-1] == shape[-1]
     nbytes = math.prod(chunks) * 4
     assert nbytes <= MOST_BYTES
     planned = plan(partition, layout(*shape, chunks=chunks), halo=3, index={"time": [5]})
-    small = nbytes < 3 * LEAST_BYTES  # no room for more rows in a chunk
+    small = nbytes < 3 * LEAST_BYTES or nbytes > MOST_BYTES / 1.1  # no room for fewer, or for more, rows in a chunk
     assert small or max(rank.amplification for rank in planned.ranks) <= WASTE
-    assert nbytes >= min(LEAST_BYTES, math.prod(shape[1:]) * 4)
+    assert nbytes >= LEAST_BYTES
 
 
 def test_two_cut_dims_around_the_globe() -> None:

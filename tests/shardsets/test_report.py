@@ -119,6 +119,27 @@ def test_ranks_with_a_cache(ranks, slow_chunks, truth, read):
         )  # each for itself, with a halo row in the other's chunk of u
 
 
+def test_tells_how_each_array_is_read_and_why(ranks, store):
+    alone = {read: DomainDataLoader(store, read=read).report().reading for read in ("own", "collective", "auto")}
+    assert alone["own"] == {"t": "own: as asked", "u": "own: as asked"}
+    assert alone["collective"] == alone["auto"] == dict.fromkeys("tu", "own: no other rank shares the samples")
+
+    def check(mesh):
+        found = {}
+        for read in ("own", "collective", "auto"):
+            loader = DomainDataLoader(str(store), mesh, read=read)
+            found[read] = loader.report().reading
+            assert all(line in str(loader.report()) for line in ("t: ", "u: "))
+            loader.close()
+        return found
+
+    told = ranks.run(check, mesh=(2,))
+    assert told[0] == told[1]
+    assert told[0]["own"] == alone["own"]
+    assert told[0]["collective"] == dict.fromkeys("tu", "collective: as asked")
+    assert all(" ms own" in why for why in told[0]["auto"].values())
+
+
 def test_the_profiler_sees_the_steps(store):
     loader = DomainDataLoader(store, prefetch=0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

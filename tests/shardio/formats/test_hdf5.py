@@ -14,7 +14,14 @@ import torch
 
 from shardio import Cut, Partition, open_store, plan, read
 from shardio.box import Span, whole
-from shardio.errors import CorruptChunkError, DecodeError, MissingChunkError, MissingFilterError, StoreNotFoundError
+from shardio.errors import (
+    CorruptChunkError,
+    DecodeError,
+    MissingChunkError,
+    MissingFilterError,
+    ShardIOError,
+    StoreNotFoundError,
+)
 from shardio.source import Store
 from shardio.testing import CountingStore, Expected, SourceContract
 from shardio.text import strings
@@ -307,5 +314,5 @@ def test_counting_store_is_no_hdf5() -> None:
     """Formats are told apart by what the source is."""
     from zarr.storage import MemoryStore
 
-    with pytest.raises(ValueError, match="no Zarr group or array"):
+    with pytest.raises(ShardIOError, match="no Zarr group or array"):
         open_store(CountingStore(MemoryStore()))
