@@ -179,7 +179,8 @@ def _measure(job: Job, store: Store, rank: int) -> Measured:
     if with_others is not None:
         with_others.close()
     needed = sum(request.plan.bytes_needed for requests in samples for request in requests) / len(samples)
-    return Measured(rank, group, part, *passes, needed, stats.bytes_fetched / count, stats.bytes_stored / count)
+    first, again = passes
+    return Measured(rank, group, part, first, again, needed, stats.bytes_fetched / count, stats.bytes_stored / count)
 
 
 def _requests(job: Job, store: Store, part: int, row: int) -> list[Request]:

@@ -264,7 +264,7 @@ def open_store(source: Any, *, format: str | None = None, missing: Missing = "ra
     except ImportError as error:
         if isinstance(error, MissingExtraError) or not is_url(source):
             raise
-        raise MissingExtraError(f"{visible(source)} needs a library that fsspec opens such URLs with: {error}") from error
+        raise MissingExtraError(f"{visible(source)} needs a library to open such URLs with: {error}") from error
 
 
 def _find_format(source: Any, name: str | None) -> Format:

@@ -79,9 +79,7 @@ def run(
         ) from error
     with client:
         for batch in batches:
-            futures = client.map(
-                partial(_by_worker, function, cluster.source, cluster.missing, cluster.format), batch, pure=False
-            )
+            futures = client.map(partial(_by_worker, function, cluster), batch, pure=False)
             try:
                 for future in futures:
                     result = future.result()

@@ -73,7 +73,8 @@ def bench(
     say(f"first: each sample for the first time, {origin}; again: the same samples a second time, nothing kept between")
     if len(modes) > 1:
         say(
-            "collective was measured after own, on the same samples: its first reading finds what own left in the page cache"
+            "collective was measured after own, on the same samples: "
+            "its first reading finds what own left in the page cache"
         )
 
 
