@@ -386,6 +386,8 @@ def test_errors_name_the_cause(ranks):
         with pytest.raises(OpError, match="waits for a sum"):
             x.sum(1)[0].add_(1)
         with pytest.raises(OpError, match="expanded"):
+            x[..., :1].expand(2, 8, 3).mul_(2)
+        with pytest.raises(OpError, match="had to move"):
             x[:, :1].expand(2, 8, 3).mul_(2)
         y = shard(values(2, 8, 3), mesh, {})
         assert (y * 2)._spec.layout == (Replicate(),)
