@@ -214,6 +214,8 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _entry(values: Mapping[str, Any]) -> VariableStatistics:
-    numbers = {key: math.nan if values[key] is None else values[key] for key in ("mean", "std", "minimum", "maximum")}
-    counts = {key: values[key] for key in ("count", "missing", "infinite")}
+    numbers: dict[str, Any] = {
+        key: math.nan if values[key] is None else values[key] for key in ("mean", "std", "minimum", "maximum")
+    }
+    counts: dict[str, Any] = {key: values[key] for key in ("count", "missing", "infinite")}
     return VariableStatistics(**counts, **numbers, levels=tuple(map(_entry, values["levels"])))
