@@ -54,9 +54,9 @@ class CachedSource(Source):
         return self.source.requests
 
     @property
-    def together(self) -> bool:
-        """See Source.together."""
-        return self.source.together
+    def fetched_together(self) -> bool:
+        """See Source.fetched_together."""
+        return self.source.fetched_together
 
     def read_into(self, box: Box, out: Array) -> None:
         """See Source.read_into."""
