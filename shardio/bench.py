@@ -165,22 +165,21 @@ def _measure(job: Job, store: Store, rank: int) -> Measured:
     if with_others is not None:
         with_others.begin(0)
     samples = [_requests(job, store, part, row) for row in job.rows[group]]
-    passes = []
-    for _ in range(2):
+    first: list[float] = []
+    again: list[float] = []
+    for taken in (first, again):
         dist.barrier()
-        taken = []
         for requests in samples:
             begin = time.perf_counter()
             reader.read_all(requests)
             taken.append(time.perf_counter() - begin)
-        passes.append(tuple(taken))
     stats, count = reader.stats, 2 * len(samples)
     reader.close()
     if with_others is not None:
         with_others.close()
     needed = sum(request.plan.bytes_needed for requests in samples for request in requests) / len(samples)
-    first, again = passes
-    return Measured(rank, group, part, first, again, needed, stats.bytes_fetched / count, stats.bytes_stored / count)
+    decoded, stored = stats.bytes_fetched / count, stats.bytes_stored / count
+    return Measured(rank, group, part, tuple(first), tuple(again), needed, decoded, stored)
 
 
 def _requests(job: Job, store: Store, part: int, row: int) -> list[Request]:

@@ -19,6 +19,8 @@ ShardIOError
     CorruptChunkError   (OSError)              a stored chunk cannot be decoded
     NotAllowedError     (PermissionError)      the server or system does not allow it to be read
   OutsideStoreError     (PermissionError)      a reference leads out of the store
+  UnsafeCodecError      (PermissionError)      a codec would run code from the store
+  LimitError            (ValueError)           sizes in metadata that make no sense, or take too much memory
   RankLostError         (ConnectionError)      a rank that shares the reading has ended
   RankTimeoutError      (TimeoutError)         a rank that shares the reading is too slow
   ReadCancelledError    (RuntimeError)         a rank has ended its iteration while others read on
@@ -104,6 +106,14 @@ class NotAllowedError(ReadError, PermissionError):
 
 class OutsideStoreError(ShardIOError, PermissionError):
     """What a store refers to lies outside it, and was not allowed."""
+
+
+class UnsafeCodecError(ShardIOError, PermissionError):
+    """Decoding would run code from the store, and was not allowed."""
+
+
+class LimitError(ShardIOError, ValueError):
+    """Sizes in a store's metadata make no sense, or ask for more memory than is given."""
 
 
 class RankLostError(ShardIOError, ConnectionError):

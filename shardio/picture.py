@@ -131,14 +131,14 @@ def _draw_grid(axes: Any, planned: Plan, spatial: Sequence[str], colours: Sequen
                     Rectangle(corner, *size, fill=False, hatch="////", edgecolor=colour, linewidth=0.8, zorder=4)
                 )
     for dim, line in zip(spatial, (axes.axhline, axes.axvline), strict=True):
-        length, chunk = (sizes[layout.dims.index(dim)] for sizes in (layout.shape, layout.chunks))
-        if -(-length // chunk) <= MOST_LINES:
-            for edge in range(0, length + chunk, chunk):
-                line(min(edge, length) - 0.5, color="0.2", linewidth=1.0, zorder=3)
+        extent, chunk = (sizes[layout.dims.index(dim)] for sizes in (layout.shape, layout.chunks))
+        if -(-extent // chunk) <= MOST_LINES:
+            for edge in range(0, extent + chunk, chunk):
+                line(min(edge, extent) - 0.5, color="0.2", linewidth=1.0, zorder=3)
     for (row, column), readers in _shared(planned, spatial).items() if named else ():
-        height, width = (layout.chunks[layout.dims.index(dim)] for dim in spatial)
-        right = min((column + 1) * width, layout.shape[layout.dims.index(spatial[1])])
-        corner = (right - 0.5, row * height - 0.5)
+        tall, wide = (layout.chunks[layout.dims.index(dim)] for dim in spatial)
+        right = min((column + 1) * wide, layout.shape[layout.dims.index(spatial[1])])
+        corner = (right - 0.5, row * tall - 0.5)
         axes.annotate(
             f"{readers}x",
             corner,

@@ -214,7 +214,8 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _entry(values: Mapping[str, Any]) -> VariableStatistics:
-    known: dict[str, Any] = {key: values[key] for key in ("count", "missing", "infinite")}
-    for key in ("mean", "std", "minimum", "maximum"):
-        known[key] = math.nan if values[key] is None else values[key]
-    return VariableStatistics(**known, levels=tuple(map(_entry, values["levels"])))
+    numbers: dict[str, Any] = {
+        key: math.nan if values[key] is None else values[key] for key in ("mean", "std", "minimum", "maximum")
+    }
+    counts: dict[str, Any] = {key: values[key] for key in ("count", "missing", "infinite")}
+    return VariableStatistics(**counts, **numbers, levels=tuple(map(_entry, values["levels"])))

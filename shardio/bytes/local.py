@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardio.bytes.base import ByteStore
 from shardio.errors import CorruptChunkError, NotAllowedError, ReadError
+from shardio.limits import check_key
 
 HELD = 128
 """Descriptors that one store holds open."""
@@ -120,10 +121,13 @@ class LocalBytes(ByteStore):
         with self._lock:
             file = self._files.pop(key, None)
             if file is None:
+                check_key(key, self.url)
                 try:
                     file = _File(self._folder + key)
                 except (FileNotFoundError, NotADirectoryError):
                     return None
+                except ValueError as error:  # such as a zero byte
+                    raise ReadError(f"{key!r} in {self.url} is no name of a file: {error}") from error
                 except OSError as error:
                     kind = NotAllowedError if isinstance(error, PermissionError) else ReadError
                     raise kind(f"{key!r} in {self.url} cannot be opened: {error}; check its permissions") from error

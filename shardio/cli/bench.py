@@ -72,10 +72,7 @@ def bench(
     )
     say(f"first: each sample for the first time, {origin}; again: the same samples a second time, nothing kept between")
     if len(modes) > 1:
-        say(
-            "collective was measured after own, on the same samples: "
-            "its first reading finds what own left in the page cache"
-        )
+        say("collective was measured after own, on the same samples: its first reading finds them in the page cache")
 
 
 def _rows(grid: Grid, groups: int, samples: int) -> list[list[int]]:

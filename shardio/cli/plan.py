@@ -116,7 +116,8 @@ class Load:
 
 def loads(groups: Sequence[tuple[Plan, int]]) -> list[list[Load]]:
     """What every rank reads of so many arrays planned alike, [group][rank]; together, as CollectiveReader does it."""
-    wanted, group_of = list[Wanted](), list[int]()
+    wanted: list[Wanted] = []
+    group_of: list[int] = []
     for number, (planned, arrays) in enumerate(groups):
         for _ in range(arrays):
             parts = dict(enumerate(planned.ranks))

@@ -57,7 +57,7 @@ class Group:
         name: the same on all ranks, and of no other group.
         members: the ranks, in the order of the mesh.
         me: number of this rank among them.
-        channel: process group for what goes between machines; None on one machine.
+        channel: gloo connections, by member, for what goes between machines; None on one machine.
         sequence: number of the sequence of reads that runs.
         timeout: seconds that the ranks wait for a slow one.
     """
@@ -70,7 +70,7 @@ class Group:
         board: Board | None,
         *,
         lifeline: Lifeline | None = None,
-        channel: dist.ProcessGroup | None = None,
+        channel: dist.ProcessGroupGloo | None = None,
         timeout: float = TIMEOUT_S,
     ) -> None:
         self.name, self.members, self.me = name, tuple(members), me
@@ -111,13 +111,11 @@ class Group:
         if len(set(nodes)) == 1:
             board = SharedBoard({me: lifeline.own, **lifeline.others}, me)
             return cls(name, members, me, board, lifeline=lifeline, timeout=timeout)
-        channel = dist.new_group(
-            ranks,
-            timeout=timedelta(seconds=max(timeout, SETUP_S)),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
         job = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        # Not by new_group: without the other ranks of the job, it needs the same history of groups on all.
+        channel = dist.ProcessGroupGloo(
+            dist.PrefixStore(f"shardio/{name}/gloo", job), me, len(ranks), timedelta(seconds=max(timeout, SETUP_S))
+        )
         stored = StoreBoard(dist.PrefixStore(f"shardio/{name}", job), len(ranks), me)
         return cls(name, members, me, stored, lifeline=lifeline, channel=channel, timeout=timeout)
 
@@ -158,9 +156,7 @@ class Group:
         if self._lifeline is not None:
             self._lifeline.close()
             self._lifeline = None
-        if self.channel is not None:
-            dist.destroy_process_group(self.channel)
-            self.channel = None
+        self.channel = None
         if self._board is not None:
             self._board.close()
 

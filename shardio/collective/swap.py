@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from shardio.box import Box, Span, shape_of, slices
 from shardio.collective.exchange import Unit
@@ -45,6 +44,9 @@ def swap(
 
     Raises RuntimeError where a message fails: the other rank has ended, or is late.
     """
+    channel = group.channel
+    if channel is None:
+        return {}
     me, part = group.me, group.members[group.me].part
     far = [member for member in range(group.size) if not group.near(member)]
     outgoing = {at: _packed([u for u in units if u.owner == me], group.members[at].part, values, dtypes) for at in far}
@@ -53,8 +55,8 @@ def swap(
         handle
         for at in far
         for handle in (
-            *_messages(dist.irecv, incoming[at], group.members[at].rank, group, message),
-            *_messages(dist.isend, outgoing[at], group.members[at].rank, group, message),
+            *_messages(channel.recv, incoming[at], at, message),  # type: ignore[attr-defined]
+            *_messages(channel.send, outgoing[at], at, message),  # type: ignore[attr-defined]
         )
     ]
     for handle in work:
@@ -72,10 +74,10 @@ def _size(units: Iterable[Unit], owner: int, part: int, dtypes: Dtypes) -> int:
     )
 
 
-def _messages(post: Callable[..., Any], buffer: Bytes, rank: int, group: Group, message: int) -> list[Any]:
+def _messages(post: Callable[..., Any], buffer: Bytes, member: int, message: int) -> list[Any]:
     """Send or receive a buffer in messages of limited size."""
-    tensor = torch.from_numpy(buffer)
-    return [post(part, rank, group=group.channel) for part in tensor.split(message)] if len(buffer) else []
+    parts = torch.from_numpy(buffer).split(message) if len(buffer) else ()
+    return [post([part], member, number) for number, part in enumerate(parts)]
 
 
 def _packed(units: Iterable[Unit], part: int, values: Callable[[Unit], Array], dtypes: Dtypes) -> Bytes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,19 @@ from shardio.box import Box, shape_of, slices
 from shardio.bytes import LocalBytes
 from shardio.chunked import missing_chunk
 from shardio.decode import NETCDF_FILL, Decode
-from shardio.errors import CorruptChunkError, DecodeError, MissingChunkError, MissingFilterError, StoreNotFoundError
+from shardio.errors import (
+    CorruptChunkError,
+    DecodeError,
+    MissingChunkError,
+    MissingFilterError,
+    ShardIOError,
+    StoreNotFoundError,
+    VariableNotFoundError,
+)
 from shardio.formats.hdf5_chunks import ChunkTable, StoredSource, file_of, pipeline_of
+from shardio.formats.hdf5_links import Links
 from shardio.formats.hdf5_virtual import look_at_parts
-from shardio.location import is_url, local_path
+from shardio.location import is_url, local_path, visible
 from shardio.source import Format, Missing, Source, Store
 
 HIDDEN = ("DIMENSION_LIST", "REFERENCE_LIST", "CLASS", "NAME", "DIMENSION_LABELS")
@@ -53,6 +63,7 @@ class Hdf5Source(Source):
         self._dataset = dataset
         self._table = ChunkTable(dataset) if dataset.chunks is not None else None
         self._strict = strict
+        self._file = dataset.file.filename
         broken, self._mixed = look_at_parts(dataset, _open) if dataset.is_virtual else ([], None)
         self._sources = broken if strict else []
 
@@ -70,6 +81,17 @@ class Hdf5Source(Source):
         """See Source.read_into."""
         if 0 in shape_of(box):
             return
+        try:
+            self._read(box, out)
+        except ShardIOError:
+            raise
+        except Exception as error:  # HDF5 has errors of many kinds
+            raise CorruptChunkError(
+                f"{self.name!r} in {self._file} cannot be read by HDF5 at {[tuple(span) for span in box]}: "
+                f"{type(error).__name__}: {error}; fetch or write the file again"
+            ) from error
+
+    def _read(self, box: Box, out: np.ndarray[Any, Any]) -> None:
         if self._strict:
             self._check_written(box)
         if self.shape and out.flags.c_contiguous and self.dtype.kind in "iufb":
@@ -95,7 +117,12 @@ class Hdf5Source(Source):
 
 
 def open_hdf5(
-    source: Any, *, missing: Missing = "raise", storage_options: dict[str, Any] | None = None, group: str = "/"
+    source: Any,
+    *,
+    missing: Missing = "raise",
+    storage_options: dict[str, Any] | None = None,
+    group: str = "/",
+    allow: str | Sequence[str] | bool = False,
 ) -> Store:
     """Open an HDF5 or NetCDF-4 file, if need be without locking it (locks fail on many network file systems).
 
@@ -104,8 +131,13 @@ def open_hdf5(
         missing: see open_store; covers chunks that were never written and absent files of virtual datasets.
         storage_options: passed to fsspec for URLs.
         group: path of the group to open.
+        allow: folders outside the file's own whose files it may lead to (external links and storage, virtual
+            datasets), or True for any. Relative names of external storage start at the working directory.
 
     Raises:
+        OutsideStoreError: it leads to a file elsewhere that is not allowed.
+        CorruptChunkError: it is damaged.
+        VariableNotFoundError: there is no such group.
         MissingFilterError: a dataset is stored through a filter that is not available.
     """
     if isinstance(source, h5py.Group):
@@ -120,12 +152,33 @@ def open_hdf5(
     else:
         root = _open(local_path(source))
         closers = [root.close]
-    at = root[group.strip("/")] if group.strip("/") else root
-    url = str(source) if isinstance(source, (str, Path)) else str(root.file.filename)
+    url = visible(source) if isinstance(source, (str, Path)) else str(root.file.filename)
+    try:
+        folder = None if root.file.driver == "fileobj" else Path(root.file.filename).absolute().parent
+        return _opened(root, url, missing, group, closers, Links(folder, url, allow))
+    except BaseException as error:
+        for closer in closers:
+            with contextlib.suppress(Exception):
+                closer()
+        if isinstance(error, ShardIOError) or not isinstance(error, Exception):
+            raise
+        raise CorruptChunkError(  # HDF5 has errors of many kinds
+            f"{url} cannot be opened as HDF5: {type(error).__name__}: {error}; fetch or write it again"
+        ) from error
+
+
+def _opened(root: Any, url: str, missing: Missing, group: str, closers: list[Any], links: Links) -> Store:
+    """The arrays of an open file."""
+    try:
+        at = root[group.strip("/")] if group.strip("/") else root
+    except KeyError as error:
+        raise VariableNotFoundError(f"{url} has no group {group!r}: {error}; check group=") from error
+    if at.file.filename != root.file.filename:
+        links.check(Path(at.file.filename), f"the group {group!r}")
     path = file_of(root.file)
     stored = LocalBytes(path.parent) if path is not None else None
     sources: dict[str, Source] = {}
-    datasets = dict(sorted(_datasets(at, "", frozenset())))
+    datasets = dict(sorted(_datasets(at, "", frozenset(), links)))
     names: dict[Any, str] = {}  # a dataset that links give several names has the first of them as a dim
     addresses = {name: _address(dataset) for name, dataset in datasets.items()}
     for name in datasets:
@@ -135,6 +188,8 @@ def open_hdf5(
         dataset = datasets.pop(name)
         if dataset.shape is None or _no_variable(dataset):
             continue
+        if dataset.is_virtual or dataset.external:
+            links.check_dataset(dataset)
         # One element that equals the fill value cannot mislead (see formats/zarr.py).
         single = len(dataset.shape) <= 1 and math.prod(dataset.chunks or dataset.shape) == 1
         strict, dims = missing == "raise" and not single, _dims(dataset, names)
@@ -183,14 +238,16 @@ def attributes(node: h5py.Dataset | h5py.Group) -> dict[str, Any]:
     return found
 
 
-def _datasets(group: h5py.Group, prefix: str, above: frozenset[Any]) -> Iterator[tuple[str, h5py.Dataset]]:
+def _datasets(
+    group: h5py.Group, prefix: str, above: frozenset[Any], links: Links
+) -> Iterator[tuple[str, h5py.Dataset]]:
     """All datasets below a group, by path; links that lead nowhere or back up are left out."""
     for key in group:
-        node = group.get(key)
+        node = links.get(group, key)
         if isinstance(node, h5py.Dataset):
             yield prefix + key.removeprefix(NON_COORDINATE), node
         elif isinstance(node, h5py.Group) and node.id not in above:
-            yield from _datasets(node, f"{prefix}{key}/", above | {group.id})
+            yield from _datasets(node, f"{prefix}{key}/", above | {group.id}, links)
 
 
 def _no_variable(dataset: h5py.Dataset) -> bool:

@@ -92,7 +92,17 @@ class ChunkTable:
                 elif filtered and not inside and found.size == nbytes:
                     self._doubtful = True
 
-            self._dataset.id.chunk_iter(add)
+            try:
+                self._dataset.id.chunk_iter(add)
+                if any((np.asarray(column) < 0).any() for column in (self._numbers, self._starts, self._sizes)):
+                    raise ValueError("a chunk begins before the file does")
+            except Exception as error:  # HDF5 has errors of many kinds
+                for emptied in (self._numbers, self._starts, self._sizes):
+                    del emptied[:]
+                raise CorruptChunkError(
+                    f"the table of the chunks of {self._dataset.name!r} in {self._dataset.file.filename} cannot be "
+                    f"read: {error}; fetch or write the file again"
+                ) from error
             order = np.argsort(np.asarray(self._numbers), kind="stable")
             if (np.diff(order) < 0).any():
                 for column in ("_numbers", "_starts", "_sizes"):

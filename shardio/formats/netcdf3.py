@@ -13,6 +13,7 @@ import numpy as np
 from shardio.box import Box, slices
 from shardio.decode import NETCDF_FILL
 from shardio.errors import CorruptChunkError
+from shardio.limits import check_sizes
 from shardio.location import local_path, starts_with
 from shardio.source import Format, Missing, Source, Store
 
@@ -75,6 +76,8 @@ class _Header:
         self.variables = [self._variable() for _ in range(self._list(VARIABLE))]
 
     def _take(self, count: int) -> bytes:
+        if count < 0:
+            raise ValueError(f"byte {self.at} holds a negative size")
         taken = self.data[self.at : self.at + count]
         if len(taken) < count:
             raise ValueError(f"the header ends at byte {self.at + len(taken)}, before it is complete")
@@ -130,11 +133,13 @@ def open_netcdf3(source: Any, *, missing: Missing = "raise") -> Store:
     """
     path = local_path(source)
     with path.open("rb") as file:
+        if path.stat().st_size == 0:
+            raise CorruptChunkError(f"{path} is empty; fetch or write it again")
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         header = _Header(data)
         sources = {source.name: source for source in _sources(header)}
-    except (ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, MemoryError) as error:
         raise CorruptChunkError(f"{path} is no complete NetCDF-3 file: {error}; fetch or write it again") from error
     return Store(str(path), sources, header.attrs, "netcdf3")
 
@@ -153,7 +158,7 @@ def _sources(header: _Header) -> list[NetCDF3Source]:
     found = []
     for v in header.variables:
         dims = tuple(header.dims[number][0] for number in v.dims)
-        shape = tuple(header.dims[number][1] for number in v.dims)
+        shape = check_sizes([header.dims[number][1] for number in v.dims], "shape", v.name, "its header")
         if v.name in sizes:
             shape = (records, *shape[1:])
         inner = np.array([math.prod(shape[at + 1 :]) * v.dtype.itemsize for at in range(len(shape))], dtype=np.int64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-import zipfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,10 +15,11 @@ from zarr.errors import ZarrUserWarning
 from zarr.storage import LocalStore, ZipStore
 
 from shardio.bytes import ByteStore, LocalBytes, RemoteBytes
-from shardio.errors import NotAllowedError, StoreNotFoundError, UnknownFormatError
+from shardio.errors import NotAllowedError, ShardIOError, StoreNotFoundError, UnknownFormatError
 from shardio.formats.zarr_bytes import ZarrOfBytes
 from shardio.formats.zarr_chunks import zarr_chunks
 from shardio.formats.zarr_library import CheckedStore, ZarrSource
+from shardio.limits import check_codecs, check_key
 from shardio.location import is_url, local_path, visible
 from shardio.source import Format, Missing, Source, Store
 
@@ -36,6 +36,7 @@ def open_zarr(
     storage_options: dict[str, Any] | None = None,
     group: str = "",
     url: str | None = None,
+    allow_pickle: bool = False,
 ) -> Store:
     """Open a Zarr store.
 
@@ -45,6 +46,13 @@ def open_zarr(
         storage_options: for URLs; see RemoteBytes.
         group: path of the group to open, "" for the root.
         url: what errors call it; by default the source.
+        allow_pickle: read arrays whose codec unpickles, which runs whatever code the store holds.
+
+    Raises:
+        UnknownFormatError: metadata make no sense.
+        LimitError: they ask for chunks that are too large, or for odd sizes.
+        UnsafeCodecError: a codec unpickles, and that is not allowed.
+        OutsideStoreError: a path in consolidated metadata leads out of the store.
     """
     if isinstance(source, (zarr.Group, zarr.Array)):
         base, own, inside = source.store, None, source.path
@@ -56,28 +64,36 @@ def open_zarr(
     found: dict[str, Source | None] = {}
     attrs: dict[str, Any] = {}
     if own is not None:
-        found, attrs = _own(own, path, strict)
+        found, attrs = _own(own, path, strict, allow_pickle)
     sources: dict[str, Source] = {name: array for name, array in found.items() if array is not None}
     if not found or len(sources) < len(found):
-        library, attrs = _by_library(CheckedStore(base), path, url, strict)
+        library, attrs = _by_library(CheckedStore(base), path, url, strict, allow_pickle)
         sources = {**library, **sources}
     closers = (base.close,) if isinstance(source, (str, Path)) else ()
     return Store(url, sources, attrs, "zarr", closers if own is None or own is source else (*closers, own.close))
 
 
-def _own(store: ByteStore, path: str, strict: bool) -> tuple[dict[str, Source | None], dict[str, Any]]:
+def _own(
+    store: ByteStore, path: str, strict: bool, allow_pickle: bool
+) -> tuple[dict[str, Source | None], dict[str, Any]]:
     """The arrays that are read here, None for one that cannot be, none if metadata are odd; the attributes."""
     try:
         nodes = read_nodes(store, path)
         arrays = {name: meta for name, meta in sorted(nodes.items()) if "shape" in meta}
         if "" in arrays:
             arrays = {path.rpartition("/")[2] or "array": nodes[""]}
+        for name, meta in arrays.items():
+            check_key(name, store.url)
+            if not allow_pickle:
+                check_codecs({**meta, "attributes": None}, name, store.url)
         below = f"{path}/" if path else ""
         found: dict[str, Source | None] = {
             name: zarr_chunks(store, path if nodes[""] is meta else below + name, name, meta, strict)
             for name, meta in arrays.items()
         }
-    except (KeyError, TypeError, ValueError, AttributeError):  # the zarr library says what is wrong
+    except ShardIOError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):  # the zarr library says what is wrong
         return {}, {}
     return found, {} if "shape" in nodes[""] else dict(nodes[""].get("attributes") or {})
 
@@ -163,25 +179,39 @@ def _v2_nodes(kept: Mapping[str, Any]) -> Nodes:
 
 def _json(store: ByteStore, key: str) -> Any:
     found = store.read(key)
-    return None if found is None else json.loads(bytes(found))
+    try:
+        return None if found is None else json.loads(bytes(found))
+    except (ValueError, RecursionError) as error:
+        raise UnknownFormatError(f"{key!r} in {store.url} is no JSON: {error}; mend it, or write it again") from error
 
 
-def _by_library(checked: CheckedStore, path: str, url: str, strict: bool) -> tuple[dict[str, Source], dict[str, Any]]:
+def _by_library(
+    checked: CheckedStore, path: str, url: str, strict: bool, allow_pickle: bool
+) -> tuple[dict[str, Source], dict[str, Any]]:
     """All arrays through the zarr library, and the attributes of the group."""
     try:
         node = zarr.open(store=checked, path=path, mode="r")
+        members: list[tuple[str, Any]]
+        if isinstance(node, zarr.Array):
+            members, attrs = [(node.basename or "array", node)], {}
+        else:
+            with warnings.catch_warnings():  # a file of another kind beside the arrays (a README, a list) is no news
+                warnings.filterwarnings("ignore", "Object at .* is not recognized as a component", ZarrUserWarning)
+                members, attrs = list(node.members(max_depth=None)), dict(node.attrs.asdict())
+        arrays = {name: member for name, member in sorted(members) if isinstance(member, zarr.Array)}
+        for name, array in arrays.items():
+            if not allow_pickle:
+                check_codecs({**array.metadata.to_dict(), "attributes": None}, name, url)
+        return {name: ZarrSource(name, array, url, strict) for name, array in arrays.items()}, attrs
+    except ShardIOError:
+        raise
     except FileNotFoundError as error:
         kind = StoreNotFoundError if is_url(url) else UnknownFormatError
         raise kind(f"{url} holds no Zarr group or array at {path!r}: {error}; check path and group=") from error
-    except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
-        raise UnknownFormatError(f"{url} cannot be opened as Zarr: {error}; mend its metadata") from error
-    if isinstance(node, zarr.Array):
-        return {node.basename or "array": ZarrSource(node.basename or "array", node, url, strict)}, {}
-    with warnings.catch_warnings():  # a file of another kind beside the arrays (a README, a list) is no news
-        warnings.filterwarnings("ignore", "Object at .* is not recognized as a component", ZarrUserWarning)
-        members = node.members(max_depth=None)
-    arrays = sorted((name, member) for name, member in members if isinstance(member, zarr.Array))
-    return {name: ZarrSource(name, array, url, strict) for name, array in arrays}, dict(node.attrs.asdict())
+    except Exception as error:  # zarr, numcodecs and plugins raise errors of many kinds
+        raise UnknownFormatError(
+            f"{url} cannot be opened as Zarr: {type(error).__name__}: {error}; mend its metadata"
+        ) from error
 
 
 def _base(source: Any, storage_options: dict[str, Any] | None) -> tuple[ZarrStore, ByteStore | None]:

@@ -15,8 +15,10 @@ import numpy as np
 from shardio.bytes import ByteStore
 from shardio.chunked import ChunkedSource, Number
 from shardio.codecs.base import Extent, Pipeline
+from shardio.codecs.raw import RawPipeline
 from shardio.codecs.zarr import checked, v2_pipeline, v3_pipeline
 from shardio.errors import CorruptChunkError
+from shardio.limits import check_array, check_sizes
 
 CACHED_INDEXES = 1024
 """Shard indexes kept of each array (16 bytes per inner chunk each)."""
@@ -79,7 +81,7 @@ class ShardIndexes:
             raw = checked(raw)
         index = raw.view(self._dtype).astype(np.uint64).reshape(*self.per_shard, 2)
         written = (index != EMPTY).any(axis=-1)
-        if (index[written] >= 2**63).any():
+        if (index[written] >= 2**62).any():
             raise CorruptChunkError("the index of its inner chunks points beyond any file")
         return index
 
@@ -144,17 +146,25 @@ def zarr_chunks(store: ByteStore, path: str, name: str, meta: Meta, strict: bool
 
     Raises KeyError, TypeError or ValueError if the metadata makes no sense.
     """
+    shape = check_sizes(meta["shape"], "shape", name, store.url)
     found = _v2(meta) if meta["zarr_format"] == 2 else _v3(meta)
     if found is None:
         return None
     pipeline, shards, encoding, separator = found
-    shape = tuple(map(int, meta["shape"]))
-    if len(shape) != len(pipeline.shape) or min((*shape, 0)) < 0 or min((*pipeline.shape, 1)) < 1:
+    check_sizes(pipeline.shape, "chunks", name, store.url)
+    check_array(name, store.url, shape, pipeline.shape, pipeline.dtype, parts=isinstance(pipeline, RawPipeline))
+    if separator not in ("/", "."):
+        raise ValueError(f"keys are separated by {separator!r}; '/' or '.' is expected")
+    if len(shape) != len(pipeline.shape) or min((*pipeline.shape, 1)) < 1:
         raise ValueError(f"shape {shape} and chunks {pipeline.shape} do not fit each other")
     attrs = dict(meta.get("attributes") or {})
     dims = attrs.pop("_ARRAY_DIMENSIONS", None) or meta.get("dimension_names") or [None] * len(shape)
+    if len(dims) != len(shape):
+        raise ValueError(f"shape {shape} and dims {dims} do not fit each other")
     if "_FillValue" in attrs:
         attrs["_FillValue"] = fill_value_of_xarray(attrs["_FillValue"])
+    elif meta["zarr_format"] == 2 and "_ARRAY_DIMENSIONS" in (meta.get("attributes") or {}):
+        attrs |= missing_by_xarray(meta.get("fill_value"))
     return ZarrChunks(
         name,
         store,
@@ -204,7 +214,11 @@ def _v3(meta: Meta) -> Found | None:
 
 def _shards(outer: tuple[int, ...], inner: tuple[int, ...], config: Meta) -> ShardIndexes | None:
     """The indexes of shards; None if they are compressed, or otherwise unknown here."""
-    if len(outer) != len(inner) or any(size % part for size, part in zip(outer, inner, strict=True)):
+    if (
+        len(outer) != len(inner)
+        or min((*inner, 1)) < 1
+        or any(size % part for size, part in zip(outer, inner, strict=True))
+    ):
         raise ValueError(f"shards {outer} are no multiple of their inner chunks {inner}")
     codecs = config.get("index_codecs") or []
     names = [codec["name"] for codec in codecs]
@@ -227,6 +241,15 @@ def _fill_value(stored: Any, dtype: np.dtype[Any]) -> Any:
     if isinstance(stored, list):
         return dtype.type(complex(*map(float, stored)))
     return dtype.type(float(stored) if isinstance(stored, str) else stored)
+
+
+def missing_by_xarray(fill_value: Any) -> dict[str, Any]:
+    """The attribute _FillValue that xarray moves into the fill_value of version 2, where it counts as missing.
+
+    0 does not: other programs write it everywhere without meaning that zeros are missing.
+    """
+    known = fill_value is not None and fill_value == fill_value and fill_value not in (0, "NaN", "")
+    return {"_FillValue": fill_value} if known and not isinstance(fill_value, list) else {}
 
 
 def fill_value_of_xarray(stored: Any) -> Any:

@@ -19,7 +19,9 @@ from zarr.storage import WrapperStore
 
 from shardio.box import Box, shape_of, slices
 from shardio.chunked import missing_chunk
-from shardio.formats.zarr_chunks import fill_value_of_xarray
+from shardio.errors import CorruptChunkError, NotAllowedError, ReadError, ShardIOError, UnknownFormatError
+from shardio.formats.zarr_chunks import fill_value_of_xarray, missing_by_xarray
+from shardio.limits import check_array
 from shardio.source import Source
 
 CACHED_INDEXES = 1024
@@ -71,8 +73,13 @@ class ZarrSource(Source):
         attrs = dict(array.attrs.asdict())
         named: Any = attrs.pop("_ARRAY_DIMENSIONS", None) or getattr(array.metadata, "dimension_names", None)
         names = list(named or [None] * array.ndim)
+        if len(names) != array.ndim:
+            raise UnknownFormatError(f"{name!r} in {url} has the shape {array.shape}, but the dims {names}; mend them")
+        check_array(name, url, array.shape, array.chunks, np.dtype(array.dtype))
         if "_FillValue" in attrs:
             attrs["_FillValue"] = fill_value_of_xarray(attrs["_FillValue"])
+        elif array.metadata.zarr_format == 2 and "_ARRAY_DIMENSIONS" in array.attrs:
+            attrs |= missing_by_xarray(array.metadata.fill_value)
         super().__init__(
             name,
             dims=tuple(f"dim_{at}" if found is None else str(found) for at, found in enumerate(names)),
@@ -90,6 +97,20 @@ class ZarrSource(Source):
         """See Source.read_into."""
         if 0 in shape_of(box):
             return
+        try:
+            self._read(box, out)
+        except ShardIOError:
+            raise
+        except Exception as error:  # zarr, numcodecs and plugins raise errors of many kinds
+            if isinstance(error, OSError) and error.errno is not None:  # not the one of bz2 for invalid data
+                kind = NotAllowedError if isinstance(error, PermissionError) else ReadError
+                raise kind(f"{self.name!r} in {self._url} cannot be read: {error}") from error
+            raise CorruptChunkError(
+                f"a chunk of {self.name!r} in {self._url} cannot be decoded: {type(error).__name__}: {error}; "
+                f"check or rewrite what lies under {[tuple(span) for span in box]}"
+            ) from error
+
+    def _read(self, box: Box, out: np.ndarray[Any, Any]) -> None:
         if self._strict and self._array.shards is not None:
             self._check_inner_chunks(box)
         if self.dtype.kind in "iufb" and self.shape:

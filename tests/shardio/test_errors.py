@@ -45,7 +45,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 def test_no_format_fits(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(UnknownFormatError, match=r"shardio --format: grib, hdf5, netcdf3, xarray, zarr"):
+    with pytest.raises(UnknownFormatError, match="shardio --format: grib, hdf5, icechunk, netcdf3, references, "):
         open_store(tmp_path / "notes.txt")
     with pytest.raises(UnknownFormatError, match="format 'tiff' is not known"):
         open_store(tmp_path / "notes.txt", format="tiff")

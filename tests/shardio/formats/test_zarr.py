@@ -294,3 +294,20 @@ def test_folder_that_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "zarr.json").write_text(json.dumps({"zarr_format": 9, "node_type": "group"}))
     with pytest.raises(UnknownFormatError, match="cannot be opened as Zarr"):
         open_store(tmp_path)
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("encoding", [{"dtype": "int16", "scale_factor": 0.5, "_FillValue": -99}, {"_FillValue": -9.0}])
+@pytest.mark.parametrize("codec", ["known here", "the zarr library's"])
+def test_missing_values_as_xarray_writes_them(tmp_path: Path, zarr_format: Any, encoding: Any, codec: str) -> None:
+    """xarray keeps _FillValue in the attributes of version 3, and in the metadata's fill_value of version 2."""
+    field = np.array([[0, 1, np.nan], [2.5, np.nan, 3]], np.float32)
+    dataset = xr.Dataset({"x": (("lat", "lon"), field)})
+    if codec != "known here" and zarr_format == 2:
+        encoding = {**encoding, "filters": [numcodecs.BZ2()]}
+    dataset.to_zarr(tmp_path / "a.zarr", zarr_format=zarr_format, encoding={"x": encoding})
+    with open_store(tmp_path / "a.zarr") as store:
+        found, valid = read_with_mask(store["x"])
+    np.testing.assert_array_equal(found, field)
+    np.testing.assert_array_equal(valid, ~np.isnan(field))
+    np.testing.assert_array_equal(xr.open_zarr(tmp_path / "a.zarr")["x"].values, field)
