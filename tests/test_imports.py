@@ -15,7 +15,8 @@ PACKAGES = {
 }
 LAYERS = list(PACKAGES)  # lowest first: each may import itself and those before it
 RUNTIME_LAYERS = ["errors", "spec", "comm", "rules"]  # of shardtensor, lowest first
-COMMUNICATES = {"comm", "distribute", "ranks"}  # modules of shardtensor that may use all of torch.distributed
+# Modules that may use all of torch.distributed; in shardio those that read together, on a group of their own.
+COMMUNICATES = {"shardtensor": {"comm", "distribute", "ranks"}, "shardio": {"collective", "bench"}, "shardsets": set()}
 # Modules that may use its types: meshes, placements, DTensor.
 KNOWS_ITS_TYPES = {"spec", "tensor", "boundary", "buckets", "infer", "promotion"}
 TYPES = ("torch.distributed.device_mesh", "torch.distributed.tensor")
@@ -81,7 +82,7 @@ def test_only_the_parts_that_communicate_know_torch_distributed(path: Path, pack
     module = module_name(path, package)
     part = module.split(".")[1]
     names = {name for name in imported(path.read_text("utf-8"), module) if under(name, "torch.distributed")}
-    if package == "shardtensor" and part in COMMUNICATES:
+    if part in COMMUNICATES[package]:
         return
     if package == "shardtensor" and part in KNOWS_ITS_TYPES:
         names = {name for name in names if not under(name, *TYPES)}
