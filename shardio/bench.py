@@ -34,7 +34,7 @@ class Job:
 
     Attributes:
         source: path or URL of the store.
-        missing: see open_store.
+        missing, format: see open_store.
         plans: variable -> what the ranks of a group read of it, time not chosen yet.
         time: the time dim.
         rows: for each group of ranks, the time rows that it reads, one sample each.
@@ -45,6 +45,7 @@ class Job:
 
     source: str
     missing: Missing
+    format: str | None
     plans: Mapping[str, Plan]
     time: str | None
     rows: Sequence[Sequence[int]]
@@ -88,6 +89,7 @@ def measure(
     mode: Mode = "own",
     threads: int = 1,
     missing: Missing = "raise",
+    format: str | None = None,
 ) -> list[Measured]:
     """Start a process per rank, let all read the same number of samples at once, twice, and give what each measured.
 
@@ -100,7 +102,7 @@ def measure(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    job = Job(source, missing, plans, time, rows, threads, mode, port)
+    job = Job(source, missing, format, plans, time, rows, threads, mode, port)
     context = _context()
     ranks: list[tuple[BaseProcess, Connection]] = []
     try:
@@ -147,7 +149,7 @@ def _serve(job: Job, rank: int, pipe: Connection) -> None:
         world, limit = job.parts * len(job.rows), timedelta(seconds=TIMEOUT_S)
         store = dist.TCPStore("127.0.0.1", job.port, world, rank == 0, timeout=limit)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-        with open_store(job.source, missing=job.missing) as opened:
+        with open_store(job.source, missing=job.missing, format=job.format) as opened:
             pipe.send(_measure(job, opened, rank))
         dist.barrier()  # rank 0 holds the meeting point
     except Exception as error:

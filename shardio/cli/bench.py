@@ -64,7 +64,16 @@ def bench(
     modes: tuple[Mode, ...] = ("own", "collective") if read == "both" else (cast(Mode, read),)
     say(f"mesh {slabs.mesh}: {ranks} processes on the {cores} cores of this machine, {each} reading thread(s) each")
     for mode in modes:
-        found = measure(source, plans, rows, time=grid.time, mode=mode, threads=each, missing=cast(Missing, missing))
+        found = measure(
+            source,
+            plans,
+            rows,
+            time=grid.time,
+            mode=mode,
+            threads=each,
+            missing=cast(Missing, missing),
+            format=format,
+        )
         console().print(_table(mode, found))
         say(_summary(mode, found))
     origin = (

@@ -12,7 +12,7 @@ from shardio.bench import measure
 from shardio.cf import find_grid
 from shardio.cli import app
 from shardio.cli.bench import _rows
-from shardio.errors import MissingChunkError
+from shardio.errors import MissingChunkError, ShardIOError
 from shardio.partition import make_partition
 from shardio.plan import Plan, plan
 
@@ -62,6 +62,12 @@ def test_command(store: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "2 processes on the" in result.output
     assert "own, all ranks together: first" in result.output
+
+
+def test_ranks_open_by_the_format_that_was_named(store: Path) -> None:
+    planned = planned_for(store)
+    with pytest.raises(ShardIOError, match="cannot be opened as HDF5"):
+        measure(str(store), {"a": planned}, [[0]], time="time", format="hdf5")
 
 
 def test_groups_read_different_times(store: Path) -> None:
