@@ -5,10 +5,12 @@
     python benchmarks/reading.py --grid 1024x1792 --folder /data/layouts --out runs/reading
 
 One sample is 20 channels of float32 on the grid, read into a preallocated tensor. Slabs: all rows, and 1/2, 1/4, 1/8
-of them with a halo of 3 rows, from the page cache. The readers take turns, so that what else the machine does hits all
-alike; the tables show medians, the JSON file quartiles too. "two ranks": two processes at once, one core and one half
-each, until both are done. The fields have a spectrum like the atmosphere's (energy falls with the third power of the
-wave number) and are packed to 16 bits as GRIB packs them, then stored as float32.
+of them with a halo of 3 rows, from the page cache. The readers take turns in varying order, so that what else the
+machine does hits all alike, and all cores are busy before each, as in training (an idle virtual core takes milliseconds
+to wake); the tables show medians, the JSON file quartiles too. "two ranks": two processes at once, one core and one
+half each, until both are done. The fields have a spectrum like the atmosphere's (energy falls with the third power of
+the wave number) in all the digits of float32, as models write them and as regridding leaves them; with --packed they
+are rounded to 16 bits as GRIB packs them, which compresses better and decodes more slowly.
 
 Peers that are not installed (extra "bench": tensorstore, zarrs) are left out.
 """
@@ -17,16 +19,19 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import importlib.util
 import json
 import multiprocessing
 import os
 import platform
+import random
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -45,6 +50,8 @@ from shardio.partition import even
 
 CHANNELS, HALO, VARIABLES = 20, 3, 200
 PARTS = (1, 2, 4, 8)
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+SPINNERS = ThreadPoolExecutor(CORES)
 Read = Callable[[int, int, np.ndarray], None]
 """Reads rows start..stop of all channels into an array [CHANNELS, stop - start, columns]."""
 
@@ -88,7 +95,7 @@ def hdf5_blosc() -> dict[str, Any]:
 LAYOUTS = {
     "L1": Layout("zarr v2, a field a chunk, blosc-lz4", "zarr2", field_chunk, lambda: blosc("lz4")),
     "L2": Layout("zarr v3, a sample a chunk, zstd", "zarr3", sample_chunk, lambda: {"compressors": ZstdCodec(level=3)}),
-    "L2b": Layout("zarr v2, a sample a chunk, blosc-zstd", "zarr2", sample_chunk, lambda: blosc("zstd")),
+    "L2b": Layout("zarr v2, a sample a chunk, blosc-zstd", "zarr2", sample_chunk, lambda: blosc("zstd", 3)),
     "L3": Layout(
         "zarr v3, shards of 64 rows, zstd",
         "zarr3",
@@ -121,27 +128,27 @@ LAYOUTS = {
 }
 
 
-def blosc(name: str) -> dict[str, Any]:
-    return {"compressors": numcodecs.Blosc(name, clevel=5, shuffle=numcodecs.Blosc.SHUFFLE)}
+def blosc(name: str, level: int = 5) -> dict[str, Any]:
+    return {"compressors": numcodecs.Blosc(name, clevel=level, shuffle=numcodecs.Blosc.SHUFFLE)}
 
 
 # Writing
 
 
-def sample(rows: int, columns: int) -> np.ndarray:
-    """[1, CHANNELS, rows, columns]: temperatures, with an atmosphere's spectrum, rounded as GRIB's packing does."""
-    random = np.random.default_rng(0)
+def sample(rows: int, columns: int, packed: bool) -> np.ndarray:
+    """[1, CHANNELS, rows, columns]: temperatures with an atmosphere's spectrum, packed as in GRIB if asked."""
+    normal = np.random.default_rng(0).normal
     wave = np.hypot(np.fft.fftfreq(rows, 1 / rows)[:, None], np.fft.rfftfreq(columns, 1 / columns))
     amplitude = np.where(wave > 0, np.maximum(wave, 1) ** -2.0, 0)
     fields = np.empty((1, CHANNELS, rows, columns), np.float32)
     for channel in range(CHANNELS):
-        waves = amplitude * (random.normal(size=wave.shape) + 1j * random.normal(size=wave.shape))
+        waves = amplitude * (normal(size=wave.shape) + 1j * normal(size=wave.shape))
         values = np.fft.irfft2(waves, s=(rows, columns))
         values *= 20 / values.std()
-        step = 2.0 ** np.ceil(np.log2(np.ptp(values) / (2**16 - 1)))
-        fields[0, channel] = np.float32(280 + values.min()) + np.float32(step) * np.round(
-            (values - values.min()) / step
-        )
+        if packed:
+            step = 2.0 ** np.ceil(np.log2(np.ptp(values) / (2**16 - 1)))
+            values = np.float32(values.min()) + np.float32(step) * np.round((values - values.min()) / step)
+        fields[0, channel] = 280 + values
     return fields
 
 
@@ -274,15 +281,29 @@ def readers(
 # Measuring
 
 
+def spin(seconds: float = 0.01) -> None:
+    """Keep a core busy, without the interpreter lock."""
+    data, end = bytes(1 << 20), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        hashlib.sha256(data)
+
+
+def wake() -> None:
+    """Keep all cores busy for a moment."""
+    list(SPINNERS.map(spin, [0.01] * CORES))
+
+
 def alternating(
-    calls: dict[str, Callable[[], Any]], repeats: int, ready: Callable[[], Any] = lambda: None
+    calls: dict[str, Callable[[], Any]], repeats: int, ready: Callable[[], Any] = wake
 ) -> dict[str, list[float]]:
-    """Milliseconds of single calls by name; they take turns, and each begins when `ready` has returned."""
+    """Milliseconds of single calls by name; they take turns in varying order, each when `ready` has returned."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     gc.collect()
     gc.disable()
+    order, turns = list(calls.items()), random.Random(0)  # what ran before sets what lies in the caches
     for _ in range(repeats):
-        for name, call in calls.items():
+        turns.shuffle(order)
+        for name, call in order:
             ready()
             start = time.perf_counter()
             call()
@@ -314,7 +335,12 @@ def rank_of_two(name: str, path: Path, grid: tuple[int, int], rank: int, repeats
     """One of two processes: all readers in turn, each when the other rank begins with it, too."""
     torch.set_num_threads(1)
     calls = readers(name, path, grid, 2, rank, 1, {})
-    results.put(alternating(calls, repeats, lambda: meet.wait(120)))
+
+    def both_ready() -> None:
+        meet.wait(120)
+        spin()
+
+    results.put(alternating(calls, repeats, both_ready))
 
 
 def two_ranks(name: str, path: Path, grid: tuple[int, int], repeats: int) -> dict[str, Any]:
@@ -444,7 +470,8 @@ def report(results: dict[str, Any]) -> Iterator[str]:
     """The tables, as Markdown."""
     facts = results["facts"]
     yield (
-        f"{facts['grid'][0]} x {facts['grid'][1]}, {CHANNELS} channels of float32, {facts['cores']} cores, "
+        f"{facts['grid'][0]} x {facts['grid'][1]}, {CHANNELS} channels of float32"
+        f"{' of 16 bits' if facts['packed'] else ''}, {facts['cores']} cores, "
         f"load {facts['load'][0]:.1f} before and {facts['load'][1]:.1f} after; medians of {facts['repeats']} "
         f"(lower to upper quartile). {', '.join(f'{name} {found}' for name, found in facts['versions'].items())}."
     )
@@ -465,9 +492,9 @@ def report(results: dict[str, Any]) -> Iterator[str]:
     yield table(["format", "ours, ms", "best existing, ms", "ratio"], rows)
 
 
-def measured(names: Sequence[str], folder: Path, grid: tuple[int, int], repeats: int) -> dict[str, Any]:
+def measured(names: Sequence[str], folder: Path, grid: tuple[int, int], packed: bool, repeats: int) -> dict[str, Any]:
     """All of it."""
-    values = cache(partial(sample, *grid))
+    values = cache(partial(sample, *grid, packed))
     paths = {name: write(folder, name, values, grid) for name in names}
     values.cache_clear()
     before = os.getloadavg()[0]
@@ -484,8 +511,9 @@ def measured(names: Sequence[str], folder: Path, grid: tuple[int, int], repeats:
     libraries = ("torch", "numpy", "zarr", "tensorstore", "zarrs", "h5py", "imagecodecs")
     facts = {
         "grid": grid,
+        "packed": packed,
         "repeats": repeats,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": CORES,
         "machine": platform.platform(),
         "load": [before, os.getloadavg()[0]],
         "versions": {name: version(name) for name in libraries if importlib.util.find_spec(name) is not None},
@@ -503,6 +531,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", help=f"some of {', '.join(LAYOUTS)}; default: all")
     parser.add_argument("--grid", type=grid_of, default=(721, 1440), help="ROWSxCOLUMNS; default: 721x1440")
+    parser.add_argument("--packed", action="store_true", help="values of 16 bits, as GRIB packs them")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--folder", type=Path, help="keep the layouts here, about 1 GB, and use those that are there")
     parser.add_argument("--out", type=Path, help="write PATH.json and PATH.md, too")
@@ -511,9 +540,10 @@ def main() -> None:
     if unknown:
         parser.error(f"no layout {', '.join(sorted(unknown))}: choose from {', '.join(LAYOUTS)}")
     with tempfile.TemporaryDirectory() as temporary:
-        folder = (options.folder or Path(temporary)) / f"{options.grid[0]}x{options.grid[1]}"
+        name = f"{options.grid[0]}x{options.grid[1]}{'-packed' if options.packed else ''}"
+        folder = (options.folder or Path(temporary)) / name
         folder.mkdir(parents=True, exist_ok=True)
-        results = measured(options.layouts or list(LAYOUTS), folder, options.grid, options.repeats)
+        results = measured(options.layouts or list(LAYOUTS), folder, options.grid, options.packed, options.repeats)
     text = "\n\n".join(report(results))
     print(text)
     if options.out:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from shardio.aligned import empty_bytes
 from shardio.box import Box, shape_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -201,7 +202,7 @@ class RowCache:
             if buffer is None:
                 self._scratch.clear()
         if buffer is None:
-            buffer = np.empty(nbytes, np.uint8)
+            buffer = empty_bytes(nbytes)
         try:
             yield buffer[:nbytes].view(dtype).reshape(shape)
         finally:
@@ -294,4 +295,4 @@ class RowCache:
         if self.stats.bytes_held + self._spare_bytes + nbytes > self.max_bytes:
             self._spare.clear()
             self._spare_bytes = 0
-        return np.empty(nbytes, np.uint8)
+        return empty_bytes(nbytes)

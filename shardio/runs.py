@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, SupportsIndex
+from typing import NamedTuple, SupportsIndex, cast
 
 from shardio.box import Span
 
@@ -56,6 +56,11 @@ class DimPlan:
         """The runs, cut at chunk boundaries and grouped by chunk."""
         return by_chunk(self.runs, self.chunk)
 
+    @cached_property
+    def apart(self) -> tuple[Piece, ...]:
+        """The same with one run a piece, for where any rows can be read alone: none are read between two runs."""
+        return tuple(piece for run in self.runs for piece in by_chunk((run,), self.chunk))
+
 
 def wrapped(start: int, stop: int, size: int) -> tuple[Run, ...]:
     """Rows start..stop of an endless repetition of an array of `size` rows."""
@@ -76,8 +81,8 @@ def selected(index: SupportsIndex | slice | Sequence[int], size: int) -> tuple[R
     rows: Sequence[int]
     if isinstance(index, slice):
         rows = range(size)[index]
-    elif isinstance(index, SupportsIndex):
-        rows = [operator.index(index)]
+    elif hasattr(index, "__index__"):  # as isinstance(index, SupportsIndex) says 20 times more slowly
+        rows = [operator.index(cast("SupportsIndex", index))]
     else:
         rows = [operator.index(row) for row in index]
     runs: list[Run] = []

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from shardio.aligned import empty
 from shardio.blocks import decoded_bytes
 from shardio.box import Box, shape_of, whole
 from shardio.codecs.base import Counted, Share, in_turn
@@ -144,7 +145,7 @@ class Source(ABC):
     def read(self, box: Box | None = None) -> np.ndarray[Any, Any]:
         """The stored values of a box (by default all of them), undecoded. For small arrays: coordinates, names."""
         box = whole(self.shape) if box is None else box
-        out = np.empty(shape_of(box), dtype=self.dtype)
+        out = empty(shape_of(box), self.dtype)
         self.read_into(box, out)
         return out
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardio.box import Box, Span
 from shardio.plan import RankPlan
-from shardio.runs import DimPlan, Piece, Run, by_chunk
+from shardio.runs import Piece, Run
 
 MAX_BYTES = 32 << 20
 """Stored bytes that one read brings at most, unless a single chunk is larger; bounds the scratch of each thread."""
@@ -54,7 +54,7 @@ class Task:
 
 def cut(plan: RankPlan, wanted: int) -> list[Task]:
     """The reads of a plan, about `wanted` of them if it has that many chunks; every chunk is in one of them."""
-    pieces = [_apart(dim) if plan.layout.partial else dim.pieces for dim in plan.dims]
+    pieces = [dim.apart if plan.layout.partial else dim.pieces for dim in plan.dims]
     groups = [_neighbours(along, len(along)) for along in pieces]
     if not math.prod(map(len, groups)):
         return []
@@ -65,11 +65,6 @@ def cut(plan: RankPlan, wanted: int) -> list[Task]:
         parts = max(math.ceil(wanted / reads), math.ceil(nbytes / MAX_BYTES))
         groups[longest] = _neighbours(pieces[longest], math.ceil(max(map(len, groups[longest])) / parts))
     return [Task(pieces) for pieces in itertools.product(*groups)]
-
-
-def _apart(dim: DimPlan) -> list[Piece]:
-    """One run per piece, where any rows can be read alone: none are read between those of two runs."""
-    return [piece for run in dim.runs for piece in by_chunk((run,), dim.chunk)]
 
 
 def _neighbours(pieces: Sequence[Piece], most: int) -> list[tuple[Piece, ...]]:

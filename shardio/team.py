@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
 
 class Team:
-    """Called with jobs, it runs them on the caller's thread and on idle ones, and gives their results in order.
+    """Called with jobs, it runs them on its threads and gives their results in order; waits until none runs any more.
 
-    A job may itself call the team: the caller always works on its own jobs, so nothing waits for a free thread.
+    A job may itself call the team: then its thread works on those jobs, too, so nothing waits for a free thread.
 
     Attributes:
         threads: how many work at once; 1 is the caller's alone.
@@ -21,8 +24,26 @@ class Team:
         self.threads = usable_cores() if threads is None else threads
         if self.threads < 1:
             raise ValueError(f"threads={threads}; at least 1 is needed")
-        self._pool = ThreadPoolExecutor(self.threads, "shardio-read") if self.threads > 1 else None
+        self._mine = threading.local()
+        self._pool = self._started() if self.threads > 1 else None
         self._outgrown: list[ThreadPoolExecutor] = []
+
+    def _started(self) -> ThreadPoolExecutor:
+        """Threads that keep apart: each has its share of the cores.
+
+        Threads that wake each other, as those that take turns with the interpreter lock do, are otherwise put on one
+        core by Linux, beside idle ones: reading a slab after a pause took 1.4 to 1.7 times as long.
+        """
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        apart, number = self.threads <= len(cores), count()
+
+        def begin() -> None:
+            self._mine.at_work = True
+            if apart:
+                with contextlib.suppress(OSError):  # not allowed here: then the system places it
+                    os.sched_setaffinity(0, cores[next(number) :: self.threads])
+
+        return ThreadPoolExecutor(self.threads, "shardio-read", begin)
 
     def close(self) -> None:
         """End the threads."""
@@ -35,7 +56,8 @@ class Team:
         if threads > self.threads:
             if self._pool is not None:
                 self._outgrown.append(self._pool)  # others may be at work in it
-            self.threads, self._pool = threads, ThreadPoolExecutor(threads, "shardio-read")
+            self.threads = threads
+            self._pool = self._started()
 
     def __call__(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run the jobs; the first error of any is raised once none of them runs any more."""
@@ -53,10 +75,12 @@ class Team:
                 except BaseException as error:
                     errors.append(error)
 
-        helpers = [self._pool.submit(work) for _ in range(min(self.threads, len(jobs)) - 1)]
-        work()
+        within = getattr(self._mine, "at_work", False)
+        helpers = [self._pool.submit(work) for _ in range(min(self.threads, len(jobs)) - within)]
+        if within:
+            work()
         for helper in helpers:
-            if not helper.cancel():
+            if not (within and helper.cancel()):
                 helper.result()
         if errors:
             raise errors[0]

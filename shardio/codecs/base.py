@@ -10,12 +10,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from shardio.aligned import LINE, empty_bytes
 from shardio.box import Box, Span
 from shardio.bytes.base import ByteStore
+from shardio.errors import CorruptChunkError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 T = TypeVar("T")
+OVERHEAD = 1 << 20
+"""Stored bytes that a chunk has at most beyond twice those of its values; no codec writes more."""
 Share = Callable[[Sequence[Callable[[], Any]]], list[Any]]
 """Runs jobs, perhaps on several threads, and gives their results; an error of one is raised once none runs any more."""
 
@@ -88,10 +92,34 @@ class Pipeline(ABC):
 _SCRATCH = threading.local()
 
 
-def scratch(name: str, nbytes: int) -> Bytes:
-    """Bytes of this thread to work in, [nbytes], used again by the next who asks for the same name."""
+def scratch(name: str, nbytes: int, offset: int = 0) -> Bytes:
+    """Bytes of this thread to work in, [nbytes], used again by the next who asks for the same name.
+
+    `offset` is that of the file's byte which comes first; see shardio.aligned.
+    """
     buffer: Bytes | None = getattr(_SCRATCH, name, None)
-    if buffer is None or len(buffer) < nbytes:
-        buffer = np.empty(nbytes, np.uint8)
+    start = offset % LINE
+    if buffer is None or len(buffer) < start + nbytes:
+        buffer = empty_bytes(start + nbytes)
         setattr(_SCRATCH, name, buffer)
-    return buffer[:nbytes]
+    return buffer[start : start + nbytes]
+
+
+def fetched_whole(extent: Extent, nbytes: int) -> Bytes | None:
+    """All stored bytes of a chunk that decodes to `nbytes`, in memory that is used again; None if it is absent.
+
+    Raises CorruptChunkError if they are more than any codec makes of so many.
+    """
+    most = 2 * nbytes + OVERHEAD
+    stop = extent.stop
+    if stop is None and extent.store.requests > 1:  # to ask for the size takes another request
+        found = extent.store.read(extent.key, extent.start, extent.start + most + 1)
+        stored = None if found is None else np.frombuffer(found, np.uint8)
+    else:
+        stop = extent.store.size(extent.key) if stop is None else stop
+        stored = None if stop is None else scratch("stored", min(stop - extent.start, most + 1), extent.start)
+        if stored is not None and not extent.store.read_into(extent.key, extent.start, stored.data):
+            stored = None
+    if stored is not None and len(stored) > most:
+        raise CorruptChunkError(f"it has {len(stored)} bytes or more, but decoded only {nbytes}")
+    return stored

@@ -17,6 +17,7 @@ from shardio.codecs.base import Array, Bytes, Counted, Extent, Pipeline, Share, 
 from shardio.codecs.blosc import BloscPipeline
 from shardio.codecs.deflate import inflate
 from shardio.codecs.raw import RawPipeline
+from shardio.codecs.shuffle import unshuffle
 from shardio.errors import CorruptChunkError, MissingExtraError
 
 DEFLATE, SHUFFLE, FLETCHER32, LZF, BLOSC, LZ4, ZSTD = 1, 2, 3, 32000, 32001, 32004, 32015
@@ -79,7 +80,7 @@ class FilteredPipeline(Pipeline):
         size = extent.stop - extent.start
         if size > 2 * self.nbytes + SLACK:
             raise CorruptChunkError(f"{size} bytes are stored of a chunk of {self.nbytes}")
-        stored = scratch("stored", size)
+        stored = scratch("stored", size, extent.start)
         if not extent.store.read_into(extent.key, extent.start, stored.data):
             return None
         filters = self._applied(extent)
@@ -123,20 +124,6 @@ class FilteredPipeline(Pipeline):
         if len(stored) != self.nbytes:
             raise CorruptChunkError(f"{len(stored)} bytes are stored of a chunk of {self.nbytes}")
         return stored
-
-
-def unshuffle(planes: Bytes, box: Box, out: Array, *, swapped: bool) -> None:
-    """Put bytes that lie apart together again.
-
-    Args:
-        planes: first bytes of all elements, second bytes, ...: [itemsize, *shape of the chunk].
-        box: the elements wanted.
-        out: where they go, [*shape of the box].
-        swapped: the stored byte order is not this machine's.
-    """
-    parts = out[..., None].view(np.uint8)
-    for at, plane in enumerate(planes):
-        parts[..., len(planes) - 1 - at if swapped else at] = plane[slices(box)]
 
 
 def _checked(stored: Bytes) -> Bytes:

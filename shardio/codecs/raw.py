@@ -14,7 +14,7 @@ from shardio.box import Box
 from shardio.codecs.base import Array, Counted, Extent, Pipeline, Share, in_turn, scratch
 from shardio.errors import CorruptChunkError
 
-JOB = 4 << 20
+JOB = 1 << 20
 """Bytes that one job reads, straight to where they belong; several threads copy faster than one."""
 STRETCH = 1 << 20
 """Bytes that are read at most, with holes, before what is wanted of them is copied."""
@@ -105,8 +105,8 @@ class RawPipeline(Pipeline):
     ) -> int | None:
         """Read the elements first..last and copy those inside the box; the bytes read."""
         nbytes = (last - first) * out.itemsize
-        buffer = scratch("stored", nbytes)
         begin = extent.start + first * out.itemsize
+        buffer = scratch("stored", nbytes, begin)
         if _fill(extent, [(begin, begin + nbytes)], [buffer.data]) is None:
             return None
         copy_stretch(buffer.view(out.dtype), first, shape, box, out)

@@ -10,13 +10,9 @@ import numpy as np
 
 from shardio.blocks import copy_stretch
 from shardio.box import Box, whole
-from shardio.codecs.base import Array, Bytes, Counted, Extent, Pipeline, Share, in_turn, scratch
+from shardio.codecs.base import Array, Bytes, Counted, Extent, Pipeline, Share, fetched_whole, in_turn, scratch
 from shardio.codecs.native import address
 from shardio.errors import CorruptChunkError
-
-TOO_LARGE = 1 << 20
-"""Stored bytes that a chunk has at most beyond those of its values; what is larger was not written by any codec."""
-
 
 Room = Callable[[], Bytes]
 
@@ -64,13 +60,10 @@ class WholePipeline(Pipeline):
 
     def read(self, extent: Extent, box: Box, out: Array, share: Share = in_turn) -> Counted | None:
         """See Pipeline.read."""
-        most = 2 * max(self.nbytes, *(step.nbytes or 0 for step in self.steps)) + TOO_LARGE
-        stored = _at_once(extent, most) if extent.store.requests > 1 else _by_size(extent, most)
+        stored = fetched_whole(extent, max(self.nbytes, *(step.nbytes or 0 for step in self.steps)))
         if stored is None:
             return None
         size = len(stored)
-        if size > most:
-            raise CorruptChunkError(f"it has {size} bytes or more, but decoded only {self.nbytes}")
         box, out, shape = self.stored(box, out)
         place = out.reshape(-1).view(np.uint8) if box == whole(shape) and out.flags.c_contiguous else None
         data = stored
@@ -89,19 +82,3 @@ class WholePipeline(Pipeline):
         if self.swap:
             out.byteswap(inplace=True)
         return Counted(self.nbytes, size)
-
-
-def _by_size(extent: Extent, most: int) -> Bytes | None:
-    """The stored bytes in memory that is used again; of too many, as many as show it."""
-    stop = extent.store.size(extent.key) if extent.stop is None else extent.stop
-    if stop is None:
-        return None
-    stored = scratch("stored", min(stop - extent.start, most + 1))
-    return stored if extent.store.read_into(extent.key, extent.start, stored.data) else None
-
-
-def _at_once(extent: Extent, most: int) -> Bytes | None:
-    """The same by one request, where to ask for the size takes another."""
-    stop = extent.start + most + 1
-    found = extent.store.read(extent.key, extent.start, stop if extent.stop is None else min(stop, extent.stop))
-    return None if found is None else np.frombuffer(found, np.uint8)

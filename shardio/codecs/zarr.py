@@ -10,11 +10,13 @@ import google_crc32c
 import numcodecs
 import numpy as np
 
+from shardio.box import whole
 from shardio.codecs import native
 from shardio.codecs.base import Bytes, Pipeline
 from shardio.codecs.blosc import BloscPipeline, decode_whole
 from shardio.codecs.deflate import inflate
 from shardio.codecs.raw import RawPipeline
+from shardio.codecs.shuffle import unshuffle
 from shardio.codecs.whole import Room, Step, WholePipeline
 from shardio.errors import CorruptChunkError
 
@@ -126,7 +128,8 @@ def _unshuffle(width: int) -> Callable[[Bytes, Room], Bytes]:
         if width < 1 or len(stored) != len(into):
             raise CorruptChunkError(f"{len(stored)} bytes in elements of {width}; expected are {len(into)}")
         count = len(stored) // width * width
-        into[:count].reshape(-1, width)[...] = stored[:count].reshape(width, -1).T
+        elements = into[:count].view(f"V{width}")
+        unshuffle(stored[:count].reshape(width, -1), whole(elements.shape), elements)
         into[count:] = stored[count:]
         return into
 

@@ -1,0 +1,62 @@
+"""Bytes stored as all first bytes of the elements, all second bytes, ...: put together again, by blosc's vector code.
+
+numcodecs does not export blosc's unshuffling, but to decode a blosc buffer whose one block is stored as it is does just
+that.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from shardio.blocks import stretches
+from shardio.box import Box, slices
+from shardio.codecs import native
+from shardio.codecs.base import Array, Bytes, scratch
+
+HEADER = struct.Struct("<4B5I")
+"""Version and flags, element size; bytes decoded, of a block, stored; where the block begins, its stored bytes."""
+SHUFFLED_LZ4_NOT_SPLIT = 0x31
+PIECE = 256 << 10
+"""Bytes put together by one call; more would not stay in a core's cache."""
+SHORT = 16 << 10
+"""Bytes of a stretch below which a call costs more than it saves."""
+
+
+def unshuffle(planes: Bytes, box: Box, out: Array, *, swapped: bool = False) -> None:
+    """Put the bytes of a box of a chunk together.
+
+    Args:
+        planes: first bytes of all elements, second bytes, ...: [itemsize, *shape of the chunk].
+        box: the elements wanted.
+        out: where they go, [*shape of the box].
+        swapped: the stored byte order is not this machine's.
+    """
+    width, shape = len(planes), planes.shape[1:]
+    starts, size, along = stretches(box, shape)
+    if size * width < SHORT or width > 255 or not native.available() or not out[(0,) * along].flags.c_contiguous:
+        parts = out[..., None].view(np.uint8)
+        for at, plane in enumerate(planes):
+            parts[..., width - 1 - at if swapped else at] = plane[slices(box)]
+        return
+    flat = planes.reshape(width, -1)[:: -1 if swapped else 1]
+    outer = np.ndindex(*(span.size for span in box[:along]))
+    for start, index in zip(starts.tolist(), outer, strict=True):
+        _stretch(flat, start, np.asarray(out[index]).reshape(-1))
+
+
+def _stretch(planes: Bytes, start: int, out: Array) -> None:
+    """Put elements from number `start` on together, as many as `out` holds."""
+    width = len(planes)
+    most = PIECE // width
+    buffer = scratch("planes", HEADER.size + PIECE)
+    into = out.view(np.uint8)
+    for first in range(0, len(out), most):
+        count = min(most, len(out) - first)
+        nbytes = count * width
+        frame = buffer[: HEADER.size + nbytes]
+        flags = SHUFFLED_LZ4_NOT_SPLIT
+        HEADER.pack_into(frame.data, 0, 2, 1, flags, width, nbytes, nbytes, len(frame), HEADER.size - 4, nbytes)
+        frame[HEADER.size :].reshape(width, count)[...] = planes[:, start + first : start + first + count]
+        native.blosc(frame, into[first * width : first * width + nbytes])
