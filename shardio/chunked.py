@@ -6,7 +6,6 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Iterator
 from functools import cached_property, partial
-from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -76,10 +75,16 @@ class ChunkedSource(Source):
 
     def read_counted(self, box: Box, out: np.ndarray[Any, Any], share: Share = in_turn) -> Counted:
         """See Source.read_counted. Several chunks, and parts of a large one, are read at once."""
-        first = tuple([span[0] // size for span, size in zip(box, self.chunks, strict=True)])
-        last = tuple([(span[1] - 1) // size for span, size in zip(box, self.chunks, strict=True)])
+        if not out.size:
+            return Counted()
+        first = tuple([start // size for (start, _), size in zip(box, self.chunks, strict=True)])
+        last = tuple([(stop - 1) // size for (_, stop), size in zip(box, self.chunks, strict=True)])
         if first == last:
-            return self._read_chunk(first, box, out, share) if out.size else Counted()
+            inner = [
+                Span(start - at * size, stop - at * size)
+                for (start, stop), at, size in zip(box, first, self.chunks, strict=True)
+            ]
+            return self._read_part(first, tuple(inner), out, share)
         numbers = list(self.numbers(box))
         extents = self._fetched(numbers) if self.fetched_together else {}
         jobs = [partial(self._read_chunk, number, box, out, share, extents.get(number)) for number in numbers]
@@ -112,17 +117,22 @@ class ChunkedSource(Source):
     def _read_chunk(
         self, number: Number, box: Box, out: np.ndarray[Any, Any], share: Share, extent: Extent | None = None
     ) -> Counted:
+        """Read what a chunk has of a box."""
         inner, place = [], []
         for (start, stop), at, size in zip(box, number, self.chunks, strict=True):
-            corner = at * size
-            low, high = max(start, corner), min(stop, corner + size)
+            corner, end = at * size, at * size + size
+            low, high = start if start > corner else corner, stop if stop < end else end
             inner.append(Span(low - corner, high - corner))
             place.append(slice(low - start, high - start))
-        where: tuple[slice | EllipsisType, ...] = (*place, ...)  # with the ellipsis, an array for no dims, too
-        part = out[where]
+        return self._read_part(number, tuple(inner), out[tuple(place)], share, extent)
+
+    def _read_part(
+        self, number: Number, inner: Box, out: np.ndarray[Any, Any], share: Share, extent: Extent | None = None
+    ) -> Counted:
+        """Read a box counted from a chunk's corner."""
         try:
             extent = extent or self.locate(number)
-            counted = None if extent is None else self.pipeline.read(extent, tuple(inner), part, share)
+            counted = None if extent is None else self.pipeline.read(extent, inner, out, share)
         except CorruptChunkError as error:
             raise CorruptChunkError(
                 f"chunk {number} of {self.name!r} ({self.describe(number)}) cannot be decoded: {error}; "
@@ -132,7 +142,7 @@ class ChunkedSource(Source):
             return counted
         if self._strict:
             raise missing_chunk(self.describe(number))
-        part[...] = self._fill
+        out[...] = self._fill
         return Counted()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -71,16 +71,19 @@ def check_array(
 
 
 def check_codecs(meta: Any, name: str, url: str) -> None:
-    """Raise UnsafeCodecError if the metadata of an array name a codec that unpickles, which runs code of the store."""
-    if isinstance(meta, Mapping):
+    """Raise UnsafeCodecError if the metadata of an array, as JSON has them, name a codec that unpickles.
+
+    It would run code of the store.
+    """
+    if isinstance(meta, dict):
         for key in ("id", "name", "object_codec_id"):
-            if str(meta.get(key, "")).removeprefix("numcodecs.") == "pickle":
+            if key in meta and str(meta[key]).removeprefix("numcodecs.") == "pickle":
                 raise UnsafeCodecError(
                     f"{name!r} in {url} is stored through the codec 'pickle': reading it would run code from the "
                     f"store; if you trust who wrote it, open it with open_store(..., allow_pickle=True)"
                 )
-    if isinstance(meta, (Mapping, list, tuple)):
-        for part in meta.values() if isinstance(meta, Mapping) else meta:
+    for part in meta.values() if isinstance(meta, dict) else meta:
+        if isinstance(part, (dict, list, tuple)):
             check_codecs(part, name, url)
 
 

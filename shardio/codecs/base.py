@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from shardio.aligned import LINE, empty_bytes
-from shardio.box import Box, Span
+from shardio.box import Box, Span, whole
 from shardio.bytes.base import ByteStore
 from shardio.errors import CorruptChunkError
 
@@ -63,6 +63,7 @@ class Pipeline(ABC):
         self.order = tuple(range(len(self.shape)) if order is None else order)
         c_order = self.order == tuple(range(len(self.shape)))
         self._stored_shape = (self.shape if c_order else tuple(self.shape[at] for at in self.order)) or (1,)
+        self._everything = whole(self._stored_shape)
         self.nbytes = math.prod(self.shape) * dtype.itemsize
 
     def stored(self, box: Box, out: Array) -> tuple[Box, Array, tuple[int, ...]]:

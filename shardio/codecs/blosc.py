@@ -15,7 +15,7 @@ import numpy as np
 
 from shardio.aligned import LINE
 from shardio.blocks import copy_stretch
-from shardio.box import Box, slices, whole
+from shardio.box import Box, slices
 from shardio.codecs import native
 from shardio.codecs.base import Array, Bytes, Counted, Extent, Pipeline, Share, fetched_whole, in_turn, scratch
 from shardio.codecs.blosc_units import Job, Unit, dense_dims, jobs_of
@@ -86,7 +86,7 @@ class BloscPipeline(Pipeline):
         """See Pipeline.read."""
         box, out, shape = self.stored(box, out)
         small = self.nbytes <= AT_ONCE
-        if small and box == whole(shape):
+        if small and box == self._everything:
             counted = self._all_at_once(extent, box, out, shape)
         else:
             head = self._head(extent)
@@ -158,7 +158,7 @@ class BloscPipeline(Pipeline):
             return None
         if self._checked(stored.data, extent).stored > len(stored):
             raise CorruptChunkError("it ends before its last block")
-        place = out.reshape(-1).view(np.uint8) if box == whole(shape) and out.flags.c_contiguous else None
+        place = out.reshape(-1).view(np.uint8) if box == self._everything and out.flags.c_contiguous else None
         into = scratch("decoded", self.nbytes) if place is None else place
         native.blosc(stored, into)
         if place is None:

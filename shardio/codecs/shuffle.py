@@ -20,6 +20,8 @@ HEADER = struct.Struct("<4B5I")
 SHUFFLED_LZ4_NOT_SPLIT = 0x31
 PIECE = 256 << 10
 """Bytes put together by one call; more would not stay in a core's cache."""
+APART = 1024
+"""Where in a page the planes begin; see shardio.aligned, whose trap memcpy falls into, too."""
 SHORT = 16 << 10
 """Bytes of a stretch below which a call costs more than it saves."""
 
@@ -50,7 +52,7 @@ def _stretch(planes: Bytes, start: int, out: Array) -> None:
     """Put elements from number `start` on together, as many as `out` holds."""
     width = len(planes)
     most = PIECE // width
-    buffer = scratch("planes", HEADER.size + PIECE)
+    buffer = scratch("planes", APART + PIECE)[APART - HEADER.size :]
     into = out.view(np.uint8)
     for first in range(0, len(out), most):
         count = min(most, len(out) - first)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardio.blocks import copy_stretch
-from shardio.box import Box, whole
+from shardio.box import Box
 from shardio.codecs.base import Array, Bytes, Counted, Extent, Pipeline, Share, fetched_whole, in_turn, scratch
 from shardio.codecs.native import address
 from shardio.errors import CorruptChunkError
@@ -65,7 +65,7 @@ class WholePipeline(Pipeline):
             return None
         size = len(stored)
         box, out, shape = self.stored(box, out)
-        place = out.reshape(-1).view(np.uint8) if box == whole(shape) and out.flags.c_contiguous else None
+        place = out.reshape(-1).view(np.uint8) if box == self._everything and out.flags.c_contiguous else None
         data = stored
         for at, step in enumerate(self.steps, start=1):
             room: Room = partial(scratch, f"step {at % 2}", step.nbytes or 0)

@@ -17,7 +17,7 @@ from zarr.storage import LocalStore, ZipStore
 from shardio.bytes import ByteStore, LocalBytes, RemoteBytes
 from shardio.errors import NotAllowedError, ShardIOError, StoreNotFoundError, UnknownFormatError
 from shardio.formats.zarr_bytes import ZarrOfBytes
-from shardio.formats.zarr_chunks import zarr_chunks
+from shardio.formats.zarr_chunks import Alike, stored_alike, zarr_chunks
 from shardio.formats.zarr_library import CheckedStore, ZarrSource
 from shardio.limits import check_codecs, check_key
 from shardio.location import is_url, local_path, visible
@@ -82,13 +82,15 @@ def _own(
         arrays = {name: meta for name, meta in sorted(nodes.items()) if "shape" in meta}
         if "" in arrays:
             arrays = {path.rpartition("/")[2] or "array": nodes[""]}
+        checked = set[bytes]()
         for name, meta in arrays.items():
             check_key(name, store.url)
-            if not allow_pickle:
+            if not allow_pickle and stored_alike(meta) not in checked:
                 check_codecs({**meta, "attributes": None}, name, store.url)
-        below = f"{path}/" if path else ""
+                checked.add(stored_alike(meta))
+        below, alike = f"{path}/" if path else "", Alike()
         found: dict[str, Source | None] = {
-            name: zarr_chunks(store, path if nodes[""] is meta else below + name, name, meta, strict)
+            name: zarr_chunks(store, path if nodes[""] is meta else below + name, name, meta, strict, alike)
             for name, meta in arrays.items()
         }
     except ShardIOError:
