@@ -18,165 +18,35 @@ Peers that are not installed (extra "bench": tensorstore, zarrs) are left out.
 from __future__ import annotations
 
 import argparse
-import gc
-import hashlib
 import importlib.util
 import json
 import multiprocessing
 import os
 import platform
-import random
-import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
-import numcodecs
 import numpy as np
 import torch
 import zarr
+from support.layouts import CHANNELS, LAYOUTS, grid_of, names_of, sample, stored_bytes, write
+from support.timing import CORES, alternating, cell, spin, summary, table
 from zarr.buffer.cpu import NDBuffer
-from zarr.codecs import BloscCodec, ZstdCodec
 
 from shardio import Cut, OwnReader, Partition, Span, open_store, plan
 from shardio.partition import even
 
-CHANNELS, HALO, VARIABLES = 20, 3, 200
+HALO, VARIABLES = 3, 200
 PARTS = (1, 2, 4, 8)
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-SPINNERS = ThreadPoolExecutor(CORES)
 Read = Callable[[int, int, np.ndarray], None]
 """Reads rows start..stop of all channels into an array [CHANNELS, stop - start, columns]."""
-
-
-class Layout(NamedTuple):
-    """How the sample is stored.
-
-    Attributes:
-        text: for people.
-        kind: "zarr2", "zarr3" or "hdf5".
-        chunks: given the grid (rows, columns).
-        options: of the library that writes it.
-        readers: the existing readers to run beside.
-    """
-
-    text: str
-    kind: str
-    chunks: Callable[[int, int], tuple[int, ...]]
-    options: Callable[[], dict[str, Any]]
-    readers: tuple[str, ...] = ("tensorstore", "zarrs", "zarr")
-
-
-def field_chunk(rows: int, columns: int) -> tuple[int, ...]:
-    return (1, 1, rows, columns)
-
-
-def sample_chunk(rows: int, columns: int) -> tuple[int, ...]:
-    return (1, CHANNELS, rows, columns)
-
-
-def band_chunk(rows: int, columns: int) -> tuple[int, ...]:
-    return (1, 1, -(-rows // 8), columns)
-
-
-def hdf5_blosc() -> dict[str, Any]:
-    import hdf5plugin
-
-    return dict(hdf5plugin.Blosc("lz4", 5, hdf5plugin.Blosc.SHUFFLE))
-
-
-LAYOUTS = {
-    "L1": Layout("zarr v2, a field a chunk, blosc-lz4", "zarr2", field_chunk, lambda: blosc("lz4")),
-    "L2": Layout("zarr v3, a sample a chunk, zstd", "zarr3", sample_chunk, lambda: {"compressors": ZstdCodec(level=3)}),
-    "L2b": Layout("zarr v2, a sample a chunk, blosc-zstd", "zarr2", sample_chunk, lambda: blosc("zstd", 3)),
-    "L3": Layout(
-        "zarr v3, shards of 64 rows, zstd",
-        "zarr3",
-        lambda rows, columns: (1, CHANNELS, 64, columns),
-        lambda: {"compressors": ZstdCodec(level=3), "shards": True},
-    ),
-    "L4": Layout(
-        "zarr v3, chunks of 128 x 256, blosc-zstd",
-        "zarr3",
-        lambda rows, columns: (1, CHANNELS, 128, 256),
-        lambda: {"compressors": BloscCodec(cname="zstd", clevel=5, shuffle="shuffle")},
-    ),
-    "L5": Layout("zarr v3, a sample a chunk, uncompressed", "zarr3", sample_chunk, lambda: {"compressors": None}),
-    "L6": Layout("HDF5 contiguous", "hdf5", lambda rows, columns: (), dict, ("h5py",)),
-    "L7": Layout(
-        "HDF5, a field a chunk, gzip + shuffle",
-        "hdf5",
-        field_chunk,
-        lambda: {"compression": "gzip", "compression_opts": 4, "shuffle": True},
-        ("h5py",),
-    ),
-    "L8": Layout("HDF5, an eighth of a field a chunk, blosc-lz4", "hdf5", band_chunk, hdf5_blosc, ("h5py",)),
-    "L8b": Layout(
-        "HDF5, an eighth of a field a chunk, lzf + shuffle",
-        "hdf5",
-        band_chunk,
-        lambda: {"compression": "lzf", "shuffle": True},
-        ("h5py",),
-    ),
-}
-
-
-def blosc(name: str, level: int = 5) -> dict[str, Any]:
-    return {"compressors": numcodecs.Blosc(name, clevel=level, shuffle=numcodecs.Blosc.SHUFFLE)}
-
-
-# Writing
-
-
-def sample(rows: int, columns: int, packed: bool) -> np.ndarray:
-    """[1, CHANNELS, rows, columns]: temperatures with an atmosphere's spectrum, packed as in GRIB if asked."""
-    normal = np.random.default_rng(0).normal
-    wave = np.hypot(np.fft.fftfreq(rows, 1 / rows)[:, None], np.fft.rfftfreq(columns, 1 / columns))
-    amplitude = np.where(wave > 0, np.maximum(wave, 1) ** -2.0, 0)
-    fields = np.empty((1, CHANNELS, rows, columns), np.float32)
-    for channel in range(CHANNELS):
-        waves = amplitude * (normal(size=wave.shape) + 1j * normal(size=wave.shape))
-        values = np.fft.irfft2(waves, s=(rows, columns))
-        values *= 20 / values.std()
-        if packed:
-            step = 2.0 ** np.ceil(np.log2(np.ptp(values) / (2**16 - 1)))
-            values = np.float32(values.min()) + np.float32(step) * np.round((values - values.min()) / step)
-        fields[0, channel] = 280 + values
-    return fields
-
-
-def write(folder: Path, name: str, values: Callable[[], np.ndarray], grid: tuple[int, int]) -> Path:
-    """Write a layout, if the folder does not have it yet."""
-    layout = LAYOUTS[name]
-    path = folder / f"{name}.{'h5' if layout.kind == 'hdf5' else 'zarr'}"
-    if path.exists():
-        return path
-    data, options, temporary = values(), layout.options(), path.with_suffix(".part")
-    if layout.kind == "hdf5":
-        with h5py.File(temporary, "w") as file:
-            file.create_dataset("x", data=data, chunks=layout.chunks(*grid) or None, **options)
-    else:
-        chunks = layout.chunks(*grid)
-        if options.pop("shards", False):
-            options["shards"] = (1, CHANNELS, -(-grid[0] // 64) * 64, grid[1])
-        group = zarr.open_group(temporary, mode="w", zarr_format=int(layout.kind[-1]))
-        group.create_array("x", shape=data.shape, dtype="f4", chunks=chunks, **options)[:] = data
-    return temporary.rename(path)
-
-
-def stored_bytes(path: Path) -> int:
-    """Bytes of the array in the store."""
-    if path.is_file():
-        with h5py.File(path) as file:
-            return int(file["x"].id.get_storage_size())
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and "zarr" not in file.name[:5])
 
 
 # Readers
@@ -279,43 +149,6 @@ def readers(
 
 
 # Measuring
-
-
-def spin(seconds: float = 0.01) -> None:
-    """Keep a core busy, without the interpreter lock."""
-    data, end = bytes(1 << 20), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        hashlib.sha256(data)
-
-
-def wake() -> None:
-    """Keep all cores busy for a moment."""
-    list(SPINNERS.map(spin, [0.01] * CORES))
-
-
-def alternating(
-    calls: dict[str, Callable[[], Any]], repeats: int, ready: Callable[[], Any] = wake
-) -> dict[str, list[float]]:
-    """Milliseconds of single calls by name; they take turns in varying order, each when `ready` has returned."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    gc.collect()
-    gc.disable()
-    order, turns = list(calls.items()), random.Random(0)  # what ran before sets what lies in the caches
-    for _ in range(repeats):
-        turns.shuffle(order)
-        for name, call in order:
-            ready()
-            start = time.perf_counter()
-            call()
-            times[name].append((time.perf_counter() - start) * 1e3)
-    gc.enable()
-    return times
-
-
-def summary(times: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
-    return {"median": middle, "low": low, "high": high}
 
 
 def slabs(name: str, path: Path, grid: tuple[int, int], repeats: int) -> dict[str, Any]:
@@ -458,20 +291,10 @@ def open_by_tensorstore(path: Path, kind: str) -> None:
 # Showing
 
 
-def cell(found: dict[str, float]) -> str:
-    return f"{found['median']:.3g} ({found['low']:.3g}-{found['high']:.3g})"
-
-
 def best(row: dict[str, Any]) -> str | None:
     """The quickest of the existing readers."""
     peers = [reader for reader in row if reader in PEERS]
     return min(peers, key=lambda reader: row[reader]["median"]) if peers else None
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(
-        ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(row) + " |" for row in rows)]
-    )
 
 
 def versus(row: dict[str, Any]) -> list[str]:
@@ -538,11 +361,6 @@ def measured(names: Sequence[str], folder: Path, grid: tuple[int, int], packed: 
     return {"facts": facts, **results}
 
 
-def grid_of(text: str) -> tuple[int, int]:
-    rows, _, columns = text.partition("x")
-    return int(rows), int(columns)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", help=f"some of {', '.join(LAYOUTS)}; default: all")
@@ -552,14 +370,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep the layouts here, about 1 GB, and use those that are there")
     parser.add_argument("--out", type=Path, help="write PATH.json and PATH.md, too")
     options = parser.parse_args()
-    unknown = set(options.layouts) - set(LAYOUTS)
-    if unknown:
-        parser.error(f"no layout {', '.join(sorted(unknown))}: choose from {', '.join(LAYOUTS)}")
+    names = names_of(options.layouts, parser) or list(LAYOUTS)
     with tempfile.TemporaryDirectory() as temporary:
-        name = f"{options.grid[0]}x{options.grid[1]}{'-packed' if options.packed else ''}"
-        folder = (options.folder or Path(temporary)) / name
+        kind = f"{options.grid[0]}x{options.grid[1]}{'-packed' if options.packed else ''}"
+        folder = (options.folder or Path(temporary)) / kind
         folder.mkdir(parents=True, exist_ok=True)
-        results = measured(options.layouts or list(LAYOUTS), folder, options.grid, options.packed, options.repeats)
+        results = measured(names, folder, options.grid, options.packed, options.repeats)
     text = "\n\n".join(report(results))
     print(text)
     if options.out:

@@ -26,6 +26,11 @@ SENT = 1 << 20
 """Bytes that are sent to each rank to measure sending between machines."""
 LONG_S = 0.03
 """Seconds of a read that is long beside what a first read takes once."""
+GAIN = 0.85
+"""Part of the time that reading together may take to be chosen for its speed: handing out many chunks takes more than
+the model knows."""
+TIE = 1.2
+"""Times as long that reading together may take where it saves what a whole rank decodes."""
 BUDGET_S = 0.5
 """Seconds that measuring the arrays may take; those left over get the mean of the others."""
 
@@ -48,6 +53,7 @@ class Work:
         together: bytes it decodes when they share chunks.
         copied, sent: bytes it then takes from shared memory, and from other machines.
         rounds: rounds that takes.
+        saved: bytes that all ranks together decode less when they share chunks.
     """
 
     own: int
@@ -55,6 +61,7 @@ class Work:
     copied: int
     sent: int
     rounds: int
+    saved: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,11 +100,12 @@ def work(own: Sequence[int], exchange: Exchange, group: Group) -> Work:
         copied=max(copied),
         sent=max(sent),
         rounds=len(exchange.rounds),
+        saved=sum(own) - sum(exchange.decoded(member) for member in range(group.size)),
     )
 
 
 def choose(work: Work, decode: float, rates: Rates) -> Choice:
-    """The faster way, with its reason.
+    """The faster way, with its reason; of two that are about as fast, the one that leaves cores to others.
 
     Args:
         work: of one sample of the array.
@@ -107,13 +115,15 @@ def choose(work: Work, decode: float, rates: Rates) -> Choice:
     own = work.own * decode
     steps = (work.rounds + 1) * rates.step
     together = work.together * decode + work.copied * rates.copy + work.sent * (rates.copy + rates.link) + steps
-    read = "collective" if together < own else "own"
+    tie = work.saved >= work.own and together < TIE * own  # a chunk for all ranks: one decodes, the others' cores rest
+    read = "collective" if together < GAIN * own or tie else "own"
     sent = f" and {work.sent / 1e6:.3g} MB sent at {_speed(rates.link)}" if work.sent else ""
     return Choice(
         read,
         f"{together * 1e3:.3g} ms together (the busiest rank decodes {work.together / 1e6:.3g} MB at {_speed(decode)}, "
         f"{work.copied / 1e6:.3g} MB are copied at {_speed(rates.copy)}{sent}, {work.rounds + 1} steps of "
-        f"{rates.step * 1e6:.3g} us) against {own * 1e3:.3g} ms own ({work.own / 1e6:.3g} MB)",
+        f"{rates.step * 1e6:.3g} us) against {own * 1e3:.3g} ms own ({work.own / 1e6:.3g} MB)"
+        + (f", and {work.saved / 1e6:.3g} MB less are decoded in all" if tie else ""),
     )
 
 

@@ -25,6 +25,12 @@ RATES = Rates(copy=1e-10, link=1e-9, step=1e-4)
         (Work(own=30_000_000, together=20_000_000, copied=0, sent=40_000_000, rounds=2), "own"),  # sending costs more
         (Work(own=4_000, together=1_000, copied=0, sent=0, rounds=1), "own"),  # steps cost more
         (Work(own=1_000_000, together=1_000_000, copied=0, sent=0, rounds=0), "own"),  # nothing to share
+        # One chunk for two ranks: as long, but one of them can do something else.
+        (
+            Work(own=80_000_000, together=80_000_000, copied=40_000_000, sent=0, rounds=1, saved=80_000_000),
+            "collective",
+        ),
+        (Work(own=80_000_000, together=80_000_000, copied=40_000_000, sent=0, rounds=1, saved=70_000_000), "own"),
     ],
 )
 def test_the_model_takes_the_faster(work: Work, read: str) -> None:
