@@ -12,12 +12,11 @@ from numcodecs.fletcher32 import Fletcher32
 
 from shardio import extras
 from shardio.box import Box, shape_of, slices
-from shardio.codecs import native
+from shardio.codecs import native, shuffle
 from shardio.codecs.base import Array, Bytes, Counted, Extent, Pipeline, Share, in_turn, scratch
 from shardio.codecs.blosc import BloscPipeline
 from shardio.codecs.deflate import inflate
 from shardio.codecs.raw import RawPipeline
-from shardio.codecs.shuffle import unshuffle
 from shardio.errors import CorruptChunkError, MissingExtraError
 
 DEFLATE, SHUFFLE, FLETCHER32, LZF, BLOSC, LZ4, ZSTD = 1, 2, 3, 32000, 32001, 32004, 32015
@@ -85,10 +84,13 @@ class FilteredPipeline(Pipeline):
             return None
         filters = self._applied(extent)
         shuffled = filters[0] == SHUFFLE
-        place = None if shuffled else self._place(box, out)
+        if shuffled:
+            place = shuffle.room(self.nbytes) if shape_of(box) == self.shape else None
+        else:
+            place = self._place(box, out)
         values = self._undone(stored, filters[1:] if shuffled else filters, place)
         if shuffled:
-            unshuffle(values.reshape(-1, *self.shape), box, out, swapped=not self._stored_dtype.isnative)
+            shuffle.unshuffle(values.reshape(-1, *self.shape), box, out, swapped=not self._stored_dtype.isnative)
         elif place is None or values.ctypes.data != place.ctypes.data:
             np.copyto(out, values.view(self._stored_dtype).reshape(self.shape)[slices(box)])
         return Counted(self.nbytes, size)

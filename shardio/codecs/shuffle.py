@@ -11,19 +11,26 @@ import struct
 import numpy as np
 
 from shardio.blocks import stretches
-from shardio.box import Box, slices
+from shardio.box import Box, slices, whole
 from shardio.codecs import native
 from shardio.codecs.base import Array, Bytes, scratch
 
 HEADER = struct.Struct("<4B5I")
 """Version and flags, element size; bytes decoded, of a block, stored; where the block begins, its stored bytes."""
 SHUFFLED_LZ4_NOT_SPLIT = 0x31
-PIECE = 256 << 10
-"""Bytes put together by one call; more would not stay in a core's cache."""
+PIECE = 1 << 20
+"""Bytes put together by one call."""
+COPIED = 256 << 10
+"""The same where the planes must be brought together first; more would not stay in a core's cache."""
 APART = 1024
 """Where in a page the planes begin; see shardio.aligned, whose trap memcpy falls into, too."""
 SHORT = 16 << 10
 """Bytes of a stretch below which a call costs more than it saves."""
+
+
+def room(nbytes: int) -> Bytes | None:
+    """Memory of this thread from which `unshuffle` takes planes without copying them; None if they are too many."""
+    return scratch("planes", APART + PIECE)[APART : APART + nbytes] if nbytes <= PIECE else None
 
 
 def unshuffle(planes: Bytes, box: Box, out: Array, *, swapped: bool = False) -> None:
@@ -42,6 +49,12 @@ def unshuffle(planes: Bytes, box: Box, out: Array, *, swapped: bool = False) -> 
         for at, plane in enumerate(planes):
             parts[..., width - 1 - at if swapped else at] = plane[slices(box)]
         return
+    mine = room(planes.nbytes)
+    if mine is not None and native.address(mine) == native.address(planes):
+        if box == whole(shape) and out.flags.c_contiguous and not swapped:
+            _piece(width, planes.nbytes, out.reshape(-1).view(np.uint8))
+            return
+        planes = planes.copy()  # its memory is needed
     flat = planes.reshape(width, -1)[:: -1 if swapped else 1]
     outer = np.ndindex(*(span.size for span in box[:along]))
     for start, index in zip(starts.tolist(), outer, strict=True):
@@ -51,14 +64,19 @@ def unshuffle(planes: Bytes, box: Box, out: Array, *, swapped: bool = False) -> 
 def _stretch(planes: Bytes, start: int, out: Array) -> None:
     """Put elements from number `start` on together, as many as `out` holds."""
     width = len(planes)
-    most = PIECE // width
-    buffer = scratch("planes", APART + PIECE)[APART - HEADER.size :]
+    most = COPIED // width
+    buffer = scratch("planes", APART + PIECE)[APART:]
     into = out.view(np.uint8)
     for first in range(0, len(out), most):
         count = min(most, len(out) - first)
         nbytes = count * width
-        frame = buffer[: HEADER.size + nbytes]
-        flags = SHUFFLED_LZ4_NOT_SPLIT
-        HEADER.pack_into(frame.data, 0, 2, 1, flags, width, nbytes, nbytes, len(frame), HEADER.size - 4, nbytes)
-        frame[HEADER.size :].reshape(width, count)[...] = planes[:, start + first : start + first + count]
-        native.blosc(frame, into[first * width : first * width + nbytes])
+        buffer[:nbytes].reshape(width, count)[...] = planes[:, start + first : start + first + count]
+        _piece(width, nbytes, into[first * width : first * width + nbytes])
+
+
+def _piece(width: int, nbytes: int, into: Bytes) -> None:
+    """Put together what lies in this thread's room."""
+    frame = scratch("planes", APART + PIECE)[APART - HEADER.size : APART + nbytes]
+    flags = SHUFFLED_LZ4_NOT_SPLIT
+    HEADER.pack_into(frame.data, 0, 2, 1, flags, width, nbytes, nbytes, len(frame), HEADER.size - 4, nbytes)
+    native.blosc(frame, into)

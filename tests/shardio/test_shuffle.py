@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardio.box import Span, slices
-from shardio.codecs.shuffle import PIECE, unshuffle
+from shardio.codecs.shuffle import COPIED, room, unshuffle
 
 SHAPES = {"row": (100_003,), "field": (3, 181, 360), "small": (2, 3, 5), "one": (1,)}
 
@@ -27,5 +27,21 @@ def test_boxes_of_all_kinds(width: int, shape: tuple[int, ...], swapped: bool) -
             assert np.array_equal(np.ascontiguousarray(out)[..., None].view(np.uint8), wanted)
 
 
+def test_planes_that_lie_where_they_need_not_be_copied() -> None:
+    values = np.random.default_rng(0).integers(0, 256, (64, 100, 4)).astype(np.uint8)
+    for box in ((Span(0, 64), Span(0, 100)), (Span(5, 60), Span(0, 100)), (Span(0, 64), Span(3, 97))):
+        for swapped in (False, True):
+            planes = room(values.nbytes)
+            assert planes is not None
+            planes = planes.reshape(4, 64, 100)
+            planes[...] = np.moveaxis(values[..., ::-1] if swapped else values, -1, 0)
+            wanted = values[slices(box)]
+            for out in (np.zeros(wanted.shape[:-1], "f4"), np.zeros((*wanted.shape[:-1], 2), "f4")[..., 0]):
+                kept = planes.copy()
+                unshuffle(planes, box, out, swapped=swapped)
+                assert np.array_equal(np.ascontiguousarray(out)[..., None].view(np.uint8), wanted)
+                planes[...] = kept
+
+
 def test_more_than_one_piece_is_covered() -> None:
-    assert np.prod(SHAPES["field"]) * 4 > 2 * PIECE
+    assert np.prod(SHAPES["field"]) * 4 > 2 * COPIED
