@@ -1,5 +1,7 @@
 """shardio: every rank reads only its own slab of a stored array, plus halo."""
 
+from importlib.metadata import version
+
 from shardio.box import Box, Span
 from shardio.cf import Grid, find_grid
 from shardio.decode import Decode
@@ -35,3 +37,5 @@ __all__ = [
     "read",
     "register_format",
 ]
+
+__version__ = version("shardtensor")

@@ -1,5 +1,7 @@
 """Sharded tensors for samples larger than one device: an unchanged ``nn.Module`` runs on uneven slabs, exactly."""
 
+from importlib.metadata import version
+
 from shardtensor import rules
 from shardtensor.comm import CommTrace, comm_trace
 from shardtensor.distribute import init_mesh, scatter_tensor, sync_module_over_mesh
@@ -38,3 +40,5 @@ __all__ = [
     "strict",
     "sync_module_over_mesh",
 ]
+
+__version__ = version("shardtensor")

@@ -44,8 +44,10 @@ def init_mesh(
         timeout: after which a collective fails instead of waiting.
 
     Raises:
-        LayoutError: the shape does not multiply to the number of ranks.
+        LayoutError: the shape does not multiply to the number of ranks, or has not a name per axis.
     """
+    if len(shape) != len(names):
+        raise LayoutError(f"a mesh of {len(shape)} axes has {len(names)} names, {tuple(names)}: give each axis one")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -58,7 +60,7 @@ def init_mesh(
     world = dist.get_world_size()
     known = prod(ranks for ranks in shape if ranks != -1)
     shape = tuple(max(1, world // max(1, known)) if ranks == -1 else ranks for ranks in shape)
-    if len(shape) != len(names) or prod(shape) != world:
+    if prod(shape) != world:
         raise LayoutError(
             f"a mesh of {' x '.join(map(str, shape))} ranks, axes {tuple(names)}, does not fit {world} running "
             f"rank(s): start {prod(shape)} (torchrun --nproc-per-node {prod(shape)}) or change the mesh"
@@ -142,7 +144,10 @@ def sync_module_over_mesh(module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn
 
     Raises:
         RankDisagreementError: the ranks' modules have different parameters or buffers.
+        LayoutError: that is no device mesh.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise LayoutError(f"sync_module_over_mesh needs a DeviceMesh, got {mesh!r}; make one with init_mesh")
     named = [*module.named_parameters(), *module.named_buffers()]
     plain = [(name, tensor) for name, tensor in named if not isinstance(tensor, DTensor | ShardTensor)]
     facts = gather_facts([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in plain], mesh)

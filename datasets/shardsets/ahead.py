@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +34,7 @@ class Ahead(Generic[Batch]):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardsets-ahead") if ahead else None
         self._flying: deque[Future[Batch]] = deque()
         self._stopped = False
+        self._process = os.getpid()
         self.waited = 0.0
         self._fill()
 
@@ -47,8 +49,13 @@ class Ahead(Generic[Batch]):
         """The next batch.
 
         Raises:
-            BatchError: `stop` was called.
+            BatchError: `stop` was called, or this process was forked while batches were read ahead.
         """
+        if self._forked():
+            raise BatchError(
+                f"this iteration began in process {self._process}, and {os.getpid()} was forked from it; the thread that "
+                f"reads ahead does not survive that: make the loader in each process, or start them by spawn"
+            )
         if self._stopped:
             raise BatchError("this iteration was ended: the loader was closed, given a state, or iterated over anew")
         begin = time.perf_counter()
@@ -71,8 +78,12 @@ class Ahead(Generic[Batch]):
             return
         self._stopped = True
         self._todo = iter(())
-        if self._pool is not None:
+        if self._pool is not None and not self._forked():
             if self._flying:
                 cancel()
             self._pool.shutdown(cancel_futures=True)
             self._flying.clear()
+
+    def _forked(self) -> bool:
+        """Has the thread that reads ahead stayed behind in another process?"""
+        return self._pool is not None and self._process != os.getpid()

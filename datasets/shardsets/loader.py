@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import torch
 from torch.profiler import record_function
@@ -13,7 +13,7 @@ from shardio.collective import Group, Read
 from shardio.plan import Halo
 from shardsets.agreement import Agreement
 from shardsets.ahead import Ahead
-from shardsets.arguments import check_choices, check_float, check_not_negative, only_defaults
+from shardsets.arguments import check_choices, check_float, check_mesh, check_not_negative, dims_of, only_defaults
 from shardsets.bad import OnBad
 from shardsets.batches import FIELDS, Batch, Batches, Transform
 from shardsets.errors import BatchError
@@ -53,6 +53,7 @@ class DomainDataLoader:
         source: path or URL of a store, an ``xarray.Dataset``, or a `SampleSet`.
         mesh: the device mesh; its data axis is the one named ``data``, ``ddp`` or ``dp``. None: one process.
         variables, levels, time, input_steps, target_steps, lead: see `GridSamples`.
+        open_options: passed to `shardio.open_store`: ``{"storage_options": {...}}``, ``{"missing": "fill"}``, ...
         shard: {dim: mesh axis}; default: the first spatial dim over the first axis that is not the data axis. Naming
             both spatial dims, ``{"row": "domain", "col": None}``, also says which they are.
         partition: "even", "aligned" (to chunks), or rows per rank, also by dim.
@@ -99,10 +100,11 @@ class DomainDataLoader:
         input_steps: int = 1,
         target_steps: int = 1,
         lead: int = 1,
+        open_options: Mapping[str, Any] | None = None,
         shard: Shards = None,
         partition: str | Sequence[int] | Mapping[str, Sequence[int]] = "even",
         halo: Halo = 0,
-        periodic: Sequence[str] | None = None,
+        periodic: str | Sequence[str] | None = None,
         batch_size: int = 1,
         shuffle: bool = False,
         seed: int = 0,
@@ -120,6 +122,7 @@ class DomainDataLoader:
         cache_bytes: int = 256 << 20,
         timeout: float = 300.0,
     ) -> None:
+        check_mesh(mesh)
         self.prefetch = prefetch
         self._owns_samples = not isinstance(source, SampleSet)
         self.device = torch.device(device or ("cpu" if mesh is None else mesh.device_type))
@@ -131,7 +134,8 @@ class DomainDataLoader:
             check_float(on_bad, dtype)
             self._finite = Finite(nan, inf, max_nonfinite)
             if isinstance(source, SampleSet):
-                only_defaults(variables=variables, levels=levels, time=time)
+                only_defaults(variables=variables, levels=levels, time=time, open_options=open_options)
+                only_defaults(input_steps=input_steps, target_steps=target_steps, lead=lead)
                 self.samples = source
             else:
                 self.samples = GridSamples(
@@ -144,6 +148,7 @@ class DomainDataLoader:
                     lead=lead,
                     spatial=tuple(shard) if isinstance(shard, Mapping) and len(shard) == 2 else None,
                     skip_irregular=on_bad == "skip",
+                    **(open_options or {}),
                 )
             self.placement: Placement = place(mesh, self.samples, shard, partition)
             self.order = Order(len(self.samples), self.placement.groups, batch_size, shuffle, seed, drop_last)
@@ -159,7 +164,7 @@ class DomainDataLoader:
         self._sequence = 0
         self._begin()
         how: dict[str, Any] = {"read": read, "group": self._group, "cache_bytes": cache_bytes}
-        wraps = self.samples.periodic if periodic is None else tuple(periodic)
+        wraps = self.samples.periodic if periodic is None else dims_of(periodic)
         self._reader = self._ranks.together(
             "the loader could not be made",
             lambda: self.samples.slab_reader(
@@ -279,6 +284,12 @@ class DomainDataLoader:
         """What was skipped and filled, bytes, cache hits, time reading and waiting so far; see `Report`."""
         waited = self._waited + (self._ahead.waited if self._ahead is not None else 0.0)
         return Report.of(self._judge, self._batches, self.samples, steps=self._steps, waited=waited)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Stop reading ahead and close the files that the loader opened."""

@@ -10,6 +10,7 @@ import pytest
 import xarray as xr
 from typer.testing import CliRunner
 
+import shardio
 from shardio import open_store
 from shardio.cli import app
 from shardio.cli.mesh import parse_mesh
@@ -232,3 +233,7 @@ def test_the_installed_command(store: Path) -> None:
         pytest.skip("the command is not installed")
     found = subprocess.run([command, "inspect", store], capture_output=True, text=True, check=True, timeout=110)
     assert "ts" in found.stdout
+
+
+def test_version() -> None:
+    assert run("--version") == (0, f"{shardio.__version__}\n")

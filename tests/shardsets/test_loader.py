@@ -389,3 +389,20 @@ def test_reading_ahead_is_bounded_and_stops(store):
     assert len(reads) <= 4
     with pytest.raises(BatchError, match="was ended"):
         next(iterator)
+
+
+def test_options_of_the_store_and_arguments_of_the_wrong_kind(store, truth):
+    with pytest.raises(ShardIOError, match="format 'grib9' is not known"):
+        DomainDataLoader(store, open_options={"format": "grib9"})
+    with DomainDataLoader(store, open_options={"format": "zarr", "missing": "fill"}) as loader:
+        assert torch.equal(next(iter(loader))["input"][0, 3], torch.from_numpy(truth[0, 3]))
+    with pytest.raises(SampleError, match="mesh is 2; pass a DeviceMesh"):
+        DomainDataLoader(store, 2)
+    with (
+        DomainDataLoader(store, halo=1, periodic="lon") as one,
+        DomainDataLoader(store, halo=1, periodic=["lon"]) as two,
+    ):
+        assert one.slab.halo == two.slab.halo
+    for argument in ({"open_options": {"format": "zarr"}}, {"target_steps": 2}, {"lead": 3}, {"input_steps": 2}):
+        with pytest.raises(SampleError, match=f"{next(iter(argument))}.*choose from a store"):
+            DomainDataLoader(GridSamples(store), **argument)

@@ -176,8 +176,11 @@ def test_init_mesh_among_running_ranks(ranks):
         for shape, names in (((3,), ("domain",)), ((2, 3), ("data", "domain")), ((8, -1), ("data", "domain"))):
             with pytest.raises(LayoutError, match=r"does not fit 4 running rank"):
                 init_mesh(shape, names, device_type="cpu")
-        with pytest.raises(LayoutError, match="does not fit"):
+        with pytest.raises(LayoutError, match=r"1 axes has 2 names.*give each axis one"):
             init_mesh((4,), ("data", "domain"), device_type="cpu")
+        for mesh in (None, 2):
+            with pytest.raises(LayoutError, match=f"needs a DeviceMesh, got {mesh}"):
+                sync_module_over_mesh(torch.nn.Linear(1, 1), mesh)
 
     ranks.run(check, mesh=(4,))
 
