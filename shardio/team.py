@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
+from shardio.errors import ReadError
+
 
 class Team:
     """Called with jobs, it runs them on its threads and gives their results in order; waits until none runs any more.
@@ -25,6 +27,7 @@ class Team:
         if self.threads < 1:
             raise ValueError(f"threads={threads}; at least 1 is needed")
         self._mine = threading.local()
+        self._process = os.getpid()
         self._pool = self._started() if self.threads > 1 else None
         self._outgrown: list[ThreadPoolExecutor] = []
 
@@ -60,9 +63,17 @@ class Team:
             self._pool = self._started()
 
     def __call__(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run the jobs; the first error of any is raised once none of them runs any more."""
+        """Run the jobs; the first error of any is raised once none of them runs any more.
+
+        Raises ReadError in a process that was forked from the team's: its threads are not there, and never answer.
+        """
         if self._pool is None or len(jobs) < 2:
             return [job() for job in jobs]
+        if self._process != os.getpid():
+            raise ReadError(
+                f"a reader made in process {self._process} is used in {os.getpid()}, which was forked from it; threads "
+                f"do not survive that: make the reader in each process, or start them by spawn"
+            )
         results: list[Any] = [None] * len(jobs)
         waiting, errors = iter(range(len(jobs))), list[BaseException]()
 

@@ -53,8 +53,8 @@ class Ahead(Generic[Batch]):
         """
         if self._forked():
             raise BatchError(
-                f"this iteration began in process {self._process}, and {os.getpid()} was forked from it; the thread that "
-                f"reads ahead does not survive that: make the loader in each process, or start them by spawn"
+                f"this iteration began in process {self._process}, and {os.getpid()} was forked from it; the thread "
+                f"that reads ahead does not survive that: make the loader in each process, or start them by spawn"
             )
         if self._stopped:
             raise BatchError("this iteration was ended: the loader was closed, given a state, or iterated over anew")
