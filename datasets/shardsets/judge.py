@@ -87,7 +87,10 @@ class Judge:
         if worst == FINE:
             return True
         if worst == FAILED:
-            self.ranks.fail("a batch could not be read", error)
+            step = f"the step of samples {list(samples)} in epoch {epoch}"
+            if error is not None:
+                error.add_note(f"{step}, rank {self.ranks.rank}")
+            self.ranks.fail(f"{step} could not be read", error)
         every = [item for said in self.ranks.facts(tuple(bad)).values() for item in said]
         told = tuple(dict.fromkeys(every))  # ranks that share the reading say the same
         if worst == FILLED:

@@ -42,6 +42,35 @@ def test_raises_by_default(damaged):
         list(DomainDataLoader(damaged, variables=["t"], time=(5, None)))
 
 
+@pytest.mark.parametrize("read", ["own", "collective"])
+@pytest.mark.parametrize(
+    ("variable", "row", "kind"), [("u", MISSING, MissingChunkError), ("t", CORRUPT, CorruptChunkError)]
+)
+def test_all_ranks_stop_at_the_step_and_name_rank_sample_and_chunk(ranks, damaged, variable, row, kind, read):
+    """The chunk of u lies in the second rank's rows alone; reading together, any rank may be the one that reads it."""
+
+    def check(mesh):
+        options = {"variables": [variable], "target_steps": 0, "partition": (5, 6), "read": read}
+        loader = DomainDataLoader(str(damaged), mesh, **options)
+        batches = iter(loader)
+        for index in range(row):
+            assert int(next(batches)["index"]) == index
+        with pytest.raises((kind, BatchError)) as caught:
+            next(batches)
+        told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        loader.close()
+        return isinstance(caught.value, kind), told
+
+    found = ranks.run(check, mesh=(2,))
+    assert any(own for own, _ in found)
+    for _, told in found:
+        assert f"the step of samples [{row}] in epoch 0" in told
+        assert "rank 1" in told or (read, variable) != ("own", "u")
+        assert "rank " in told
+        assert f"'{variable}" in told
+        assert str(damaged) in told
+
+
 def _indices(loader) -> list[int]:
     return [index for batch in loader for index in batch["index"].tolist()]
 

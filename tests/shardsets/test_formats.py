@@ -1,0 +1,100 @@
+"""Every format through the loader on two ranks, each reading for itself and both together: the store's values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import xarray as xr
+
+from shardsets import DomainDataLoader
+
+CHUNKS = {"t": (1, 3, 11, 8), "u": (1, 11, 8)}
+
+
+def _zarr(data: xr.Dataset, folder: Path, **options) -> Path:
+    data.to_zarr(folder / "a.zarr", **options)
+    return folder / "a.zarr"
+
+
+def _sharded(data: xr.Dataset, folder: Path) -> Path:
+    whole = {"t": (1, 3, 12, 8), "u": (2, 12, 8)}
+    encoding = {name: {"chunks": (*shards[:-2], 3, 8), "shards": shards} for name, shards in whole.items()}
+    encoding["u"]["chunks"] = (1, 3, 8)
+    return _zarr(data, folder, zarr_format=3, encoding=encoding)
+
+
+def _netcdf4(data: xr.Dataset, folder: Path) -> Path:
+    encoding = {name: {"chunksizes": chunks, "zlib": True} for name, chunks in CHUNKS.items()}
+    data.to_netcdf(folder / "a.nc", engine="h5netcdf", encoding=encoding)
+    return folder / "a.nc"
+
+
+def _netcdf3(data: xr.Dataset, folder: Path) -> Path:
+    data.to_netcdf(folder / "a.nc", engine="scipy", format="NETCDF3_CLASSIC")
+    return folder / "a.nc"
+
+
+def _references(data: xr.Dataset, folder: Path) -> Path:
+    kerchunk = pytest.importorskip("kerchunk.hdf")
+    found = kerchunk.SingleHdf5ToZarr(str(_netcdf4(data, folder)), inline_threshold=0).translate()
+    (folder / "refs.json").write_text(json.dumps(found))
+    return folder / "refs.json"
+
+
+def _icechunk(data: xr.Dataset, folder: Path) -> Path:
+    icechunk = pytest.importorskip("icechunk")
+    repo = icechunk.Repository.create(icechunk.local_filesystem_storage(str(folder / "repo")))
+    session = repo.writable_session("main")
+    data.to_zarr(session.store, zarr_format=3, consolidated=False)
+    session.commit("all")
+    return folder / "repo"
+
+
+WRITERS: dict[str, Callable[[xr.Dataset, Path], Path]] = {
+    "zarr 2": lambda data, folder: _zarr(data, folder, zarr_format=2),
+    "zarr 3": lambda data, folder: _zarr(data, folder, zarr_format=3),
+    "zarr 3, shards": _sharded,
+    "netcdf 4": _netcdf4,
+    "netcdf 3": _netcdf3,
+    "references": _references,
+    "icechunk": _icechunk,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_two_ranks_read_what_is_stored(ranks, globe, truth, tmp_path, name):
+    path = WRITERS[name](globe, tmp_path)
+
+    def check(mesh):
+        for read in ("own", "collective"):
+            loader = DomainDataLoader(str(path), mesh, variables=["t", "u"], read=read, halo=1)
+            seen = []
+            for batch in loader:
+                seen.append(int(batch["index"]))
+                for field, at in (("input", seen[-1]), ("target", seen[-1] + 1)):
+                    assert tuple(batch[field]._local_tensor.shape[2:]) in ((6, 8), (5, 8))
+                    assert torch.equal(batch[field].full_tensor()[0], torch.from_numpy(truth[at]))
+            assert seen == list(range(11))
+            loader.close()
+
+    ranks.run(check, mesh=(2,))
+
+
+def test_two_ranks_read_a_real_grib(ranks, shared_data):
+    pytest.importorskip("cfgrib")
+    path = str(shared_data / "weather-series/era5-2mt-2019-03-uk.grib")
+    with xr.open_dataset(path, engine="cfgrib", backend_kwargs={"indexpath": ""}) as dataset:
+        expected = torch.from_numpy(dataset["t2m"][:4].values)
+
+    def check(mesh):
+        for read in ("own", "collective"):
+            loader = DomainDataLoader(path, mesh, read=read, time=(0, 4), target_steps=0)
+            fields = [batch["input"].full_tensor()[0, 0] for batch in loader]
+            assert torch.equal(torch.stack(fields), expected)
+            loader.close()
+
+    ranks.run(check, mesh=(2,))
