@@ -17,6 +17,7 @@ from zarr.storage import MemoryStore
 
 from shardio import Cut, OwnReader, Partition, Request, Source, find_grid, make_partition, open_store, plan, read
 from shardio.box import Box
+from shardio.cf import window
 from shardio.decode import Decode
 from shardio.errors import CorruptChunkError, DimensionError, PartitionError
 from shardio.partition import even
@@ -104,6 +105,47 @@ def test_two_dims_halo_wrap_and_index_against_numpy(data: st.DataObject) -> None
     assert found.is_contiguous()
     assert valid.all()
     assert store.bytes == planned[rank].bytes_fetched
+
+
+@pytest.mark.parametrize(
+    ("lon", "low", "high", "first"),
+    [(np.arange(0, 360, 0.25), -2.5, 0.5, 357.5), (np.arange(-180, 180, 0.25), 179, 181, 179.0)],
+)
+def test_a_box_across_the_seam_is_whole_and_no_more(lon: np.ndarray, low: float, high: float, first: float) -> None:
+    """Every column holds its own degrees; two ranks, with a halo that goes on beyond the box and around."""
+    counting = CountingStore(MemoryStore())
+    group = zarr.open_group(counting, mode="w")
+    stored = np.stack([lon, lon + 1000]).astype(np.float32)
+    names = ("lat", "lon")
+    group.create_array("x", shape=(2, 1440), dtype="f4", chunks=(2, 90), dimension_names=names)[...] = stored
+    source = open_store(counting)["x"]
+    start, size = window(lon, low, high, period=360)
+    partition = Partition((Cut("lon", "domain", even(size, 2), start=start),))
+    planned = plan(partition, source.layout, halo={"lon": 2}, periodic=("lon",))
+    counting.reset()
+    parts = [read(source, planned, rank) for rank in (0, 1)]
+    expected = (first + 0.25 * np.arange(-2, size + 2) - lon[0]) % 360 + lon[0]
+    sizes = even(size, 2)
+    np.testing.assert_array_equal(parts[0][0].numpy(), expected[: sizes[0] + 4])
+    np.testing.assert_array_equal(parts[1][0].numpy(), expected[sizes[0] :])
+    np.testing.assert_array_equal(parts[1][1].numpy(), expected[sizes[0] :] + 1000)
+    assert set(counting.gets) == {"x/c/0/0", "x/c/0/15"}, "two chunks of 16 hold the box"
+
+
+@pytest.mark.parametrize("rows", [[7, 8, 9], [2, 3, 5, 11, 12, 20], [20, 3, 3]])
+def test_rows_by_number_cost_their_chunks_alone(rows: list[int]) -> None:
+    """A tenth of the rows, without and with holes: as a slice where they are one, and byte by byte the same."""
+    store, source = counted((4, 3, 2, 17))
+    picked = read(source, plan(Partition(()), source.layout, index={"lat": rows}))
+    np.testing.assert_array_equal(picked.numpy(), VALUES[:, :, rows])
+    assert dict(store.gets) == {f"x/c/0/0/{row // 2}/0": 1 for row in rows}
+    bytes_of_rows = store.bytes
+    assert bytes_of_rows == len({row // 2 for row in rows}) * 4 * 3 * 2 * 17 * 4
+    if rows == list(range(rows[0], rows[-1] + 1)):
+        store.reset()
+        sliced = read(source, plan(Partition((Cut("lat", "domain", (len(rows),), start=rows[0]),)), source.layout))
+        assert torch.equal(sliced, picked)
+        assert store.bytes == bytes_of_rows
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

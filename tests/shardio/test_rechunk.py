@@ -282,6 +282,35 @@ def test_source_chunks_are_decoded_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(box[0] for box in read) == [(0, 4), (4, 8)]
 
 
+@pytest.mark.parametrize("chunking", [Chunking((4, 3)), Chunking((2, 3), (4, 6))])
+def test_no_two_parts_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunking: Chunking) -> None:
+    """Chunks of 5 rows copied to chunks (shards) of 4: written by source chunk, rows would be lost."""
+    values = np.arange(1, 20 * 6 + 1, dtype=np.int32).reshape(20, 6)
+    zarr.open_group(tmp_path / "a.zarr", mode="w").create_array("x", data=values, chunks=(5, 6))
+    monkeypatch.setattr(rechunking, "PART_BYTES", 1)  # parts as small as they can be
+    boxes: list[Any] = []
+    copy = rechunking._copy_piece
+    monkeypatch.setattr(rechunking, "_copy_piece", lambda *args: (boxes.append(args[-1].box), copy(*args))[1])
+    with open_store(tmp_path / "a.zarr") as store:
+        rechunk(store, tmp_path / "out.zarr", {"x": chunking}, threads=2)
+    with open_store(tmp_path / "out.zarr") as written:
+        np.testing.assert_array_equal(written["x"].read(), values)
+    files = [
+        {(row // chunking.unit[0], column // chunking.unit[1]) for row in range(*box[0]) for column in range(*box[1])}
+        for box in boxes
+    ]
+    assert len(files) > 2
+    assert sum(map(len, files)) == len(set().union(*files)), "two parts write to one file"
+
+
+def test_a_second_copy_to_the_same_place_is_refused(source: Path, tmp_path: Path) -> None:
+    said = r"another process is writing to .*out\.zarr\.partial; wait for it"
+    with open_store(source) as store, rechunking._locked(tmp_path / "out.zarr.partial"):
+        with pytest.raises(DestinationError, match=said):
+            rechunk(store, tmp_path / "out.zarr", {"u": Chunking((1, 12, 10))})
+        assert not (tmp_path / "out.zarr").exists()
+
+
 def test_a_part_is_no_larger_than_memory_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rechunking, "PART_BYTES", 2 * 6 * 5 * 8)
     field = np.arange(8 * 6 * 5.0).reshape(8, 6, 5)

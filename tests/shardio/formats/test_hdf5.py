@@ -226,6 +226,28 @@ def test_virtual_dataset_with_a_source_gone(tmp_path: Path) -> None:
         assert read(store["x"], planned, 1).tolist() == [[-1, -1, -1]] * 2
 
 
+@pytest.mark.parametrize("damage", ["cut", "trash", "no such dataset"])
+def test_virtual_dataset_with_a_source_that_cannot_be_read(tmp_path: Path, damage: str) -> None:
+    layout = h5py.VirtualLayout(shape=(4, 3), dtype="f4")
+    for year in range(2):
+        with h5py.File(tmp_path / f"{year}.h5", "w") as file:
+            file["x"] = np.full((2, 3), year, np.float32)
+        layout[2 * year : 2 * year + 2] = h5py.VirtualSource(tmp_path / f"{year}.h5", "x", shape=(2, 3))
+    with h5py.File(tmp_path / "all.h5", "w") as file:
+        file.create_virtual_dataset("x", layout, fillvalue=-1)
+    bad = tmp_path / "1.h5"
+    if damage == "no such dataset":
+        with h5py.File(bad, "w") as file:
+            file["y"] = np.zeros((2, 3), np.float32)
+    else:
+        bad.write_bytes(bad.read_bytes()[:1000] if damage == "cut" else b"nonsense" * 100)
+    with open_store(tmp_path / "all.h5") as store:
+        planned = plan(Partition((Cut("dim_0", "domain", (2, 2)),)), store["x"].layout)
+        assert read(store["x"], planned, 0).tolist() == [[0, 0, 0]] * 2
+        with pytest.raises(MissingChunkError, match=r"rows \[\(2, 4\), .*1\.h5' (cannot be opened|has no dataset 'x')"):
+            read(store["x"], planned, 1)
+
+
 def test_chunks_never_written(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", shape=(4, 4), dtype="f4", chunks=(2, 4), fillvalue=7)[:2] = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,30 @@ def test_chunks_of_a_slow_server_are_fetched_at_once_and_drops_survived(zarrs: A
     np.testing.assert_array_equal(found.numpy(), TRUTH)
     assert proxy.most >= 6, "one request after another"
     assert len(proxy.paths) <= 8 + 6
+
+
+def test_fifty_stores_open_at_a_server_that_limits_requests(zarrs: Any, proxied: Proxied) -> None:
+    """One that answers 429 to more than 3 requests at once: all open, and hold the right values."""
+    proxy = proxied(zarrs.url)
+    proxy.delay = 0.005
+    refused: list[int] = []
+
+    def busy(number: int, path: str) -> int | None:
+        if proxy.now > 3:
+            refused.append(number)
+            return 429
+        return None
+
+    proxy.fault = busy
+    with ThreadPoolExecutor(10) as pool:
+        stores = list(pool.map(lambda at: open_store(f"{proxy.url}/v{2 + at % 2}.zarr"), range(50)))
+        names = {"v2.zarr": "blosc", "v3.zarr": "small"}
+        box = (Span(1, 2), Span(1, 2), Span(0, 8), Span(0, 128))
+        found = list(pool.map(lambda store: store[names[store.url.rsplit("/", 1)[-1]]].read(box), stores))
+    assert refused, "the limit was never met"
+    assert len(found) == 50
+    for values in found:
+        np.testing.assert_array_equal(values, TRUTH[slices(box)])
 
 
 def test_absent_refused_and_truncated_chunks(zarrs: Any, proxied: Proxied) -> None:
