@@ -12,6 +12,8 @@ import numpy as np
 from shardio import Grid, Partition, Source, Store, find_grid, open_store
 from shardio.collective import Group, Read
 from shardio.plan import Halo
+from shardio.roles import coordinate
+from shardio.text import strings
 from shardsets.errors import SampleError
 from shardsets.samples import SampleSet
 from shardsets.slabs import GridSlabReader
@@ -87,6 +89,7 @@ class GridSamples(SampleSet):
                 self.store, variables=variables, time=time_dim(time), level=_level_dim(levels), spatial=spatial
             )
             self.fields = self._fields(variables, _level_values(levels))
+            self._labels = self._level_names()
             first, count, breaks = chosen_rows(time, self.grid.times, self._times(), irregular=skip_irregular)
             self.windows = Windows(first, count, input_steps, target_steps, lead, breaks)
         except Exception:
@@ -125,9 +128,9 @@ class GridSamples(SampleSet):
             others = [dim for dim in source.dims if dim in self.grid.other and self.grid.sizes[dim] > 1]
             if others:
                 raise SampleError(
-                    f"{name!r} has dims {source.dims}; {others} are neither time, level nor space. Choose one entry of "
-                    f"them (open the store with xarray, .isel(...), pass the dataset), or leave {name!r} out with "
-                    f"variables="
+                    f"{name!r} has dims {source.dims}; {others} are neither time, level nor space. Read one of them as "
+                    f"channels with levels={others[0]!r}, choose one entry of them (open the store with xarray, "
+                    f".isel(...), pass the dataset), or leave {name!r} out with variables="
                 )
             _ = source.decode  # raises here, not in the middle of an epoch, where its attributes make no sense
             field = Field(source, self._positions(source, wanted), timed, first)
@@ -157,12 +160,21 @@ class GridSamples(SampleSet):
         return tuple(found)
 
     def names(self, field: Field) -> list[str]:
-        """Channel names of one variable: "t2m", or "t_850" by level."""
+        """Channel names of one variable: "t2m", or "t_850" by level; "state_u10m" where the level dim holds texts."""
         name = field.source.name
-        if not field.levels:
-            return [name]
-        values = self.grid.levels
-        return [f"{name}_{position if values is None else f'{values[position]:g}'}" for position in field.levels]
+        return [f"{name}_{self._labels[position]}" for position in field.levels] or [name]
+
+    def _level_names(self) -> list[str]:
+        """What tells the levels apart: values, texts, or else positions."""
+        level = self.grid.level
+        if level is None:
+            return []
+        if self.grid.levels is not None:
+            return [f"{value:g}" for value in self.grid.levels]
+        found = coordinate(self.store, level, self.grid.sizes[level]) or self.store.get(level)  # texts may be 2-D
+        if found is not None and found.dims[:1] == (level,) and found.dtype.kind in "SUOT":
+            return strings(found)
+        return [str(position) for position in range(self.grid.sizes[level])]
 
     def __len__(self) -> int:
         return len(self.windows)

@@ -147,6 +147,30 @@ def test_command(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["verify", str(path), "-v", "lat"]).exit_code == 0
 
 
+def test_a_store_for_stormcast(tmp_path: Path) -> None:
+    """One array of channels, and invariants: inspect tells the channel dim, verify what of them is lost."""
+    store = tmp_path / "a.zarr"
+    fields = np.random.default_rng(0).normal(size=(4, 3, 8, 8)).astype(np.float32)
+    xr.Dataset(
+        {
+            "state": (("time", "channel", "y", "x"), fields),
+            "invariant": (("constant", "y", "x"), fields[0, :2]),
+        },
+        {
+            "time": ("time", np.arange(4), {"units": "hours since 2020-01-01"}),
+            "channel": ["u10m", "v10m", "t2m"],
+        },
+    ).to_zarr(store, zarr_format=2)
+    shown = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["inspect", str(store)])
+    assert shown.exit_code == 0
+    assert "time = time 4, y = y 8, x = x 8" in shown.output
+    assert "other: constant, channel" in shown.output
+    assert check(store).sound
+    (store / "invariant/0.0.0").unlink()
+    (store / "channel/0").unlink()
+    assert sorted(kinds(check(store))) == [("channel", "missing"), ("invariant", "missing")]
+
+
 def test_hdf5_chunks_that_were_never_written(tmp_path: Path) -> None:
     import h5py
 

@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import xarray as xr
 
-from shardsets import DomainDataLoader
+from shardsets import DomainDataLoader, SampleError
 
 CHUNKS = {"t": (1, 3, 11, 8), "u": (1, 11, 8)}
 
@@ -28,7 +29,7 @@ def _sharded(data: xr.Dataset, folder: Path) -> Path:
 
 
 def _netcdf4(data: xr.Dataset, folder: Path) -> Path:
-    encoding = {name: {"chunksizes": chunks, "zlib": True} for name, chunks in CHUNKS.items()}
+    encoding = {name: {"chunksizes": chunks, "zlib": True} for name, chunks in CHUNKS.items() if name in data}
     data.to_netcdf(folder / "a.nc", engine="h5netcdf", encoding=encoding)
     return folder / "a.nc"
 
@@ -82,6 +83,23 @@ def test_two_ranks_read_what_is_stored(ranks, globe, truth, tmp_path, name):
             loader.close()
 
     ranks.run(check, mesh=(2,))
+
+
+@pytest.mark.parametrize("kind", ["<U5", "S5", "object"])
+@pytest.mark.parametrize("store_format", ["zarr 2", "zarr 3", "netcdf 4"])
+@pytest.mark.filterwarnings("ignore:.*does not have a Zarr V3 specification")
+def test_a_channel_dim_of_texts_names_the_channels(globe, truth, tmp_path, store_format, kind):
+    """One array of all channels with their names beside it, as stores for StormCast are: the same names from each."""
+    texts = np.array(["u10m", "v10m", "t2m"], dtype=object if kind == "object" else kind)
+    data = globe[["t"]].rename(t="state", level="channel").assign_coords(channel=("channel", texts))
+    if store_format == "netcdf 4" and kind == "<U5":  # h5netcdf writes texts of one length as bytes alone
+        data = data.assign_coords(channel=("channel", texts.astype(object)))
+    path = WRITERS[store_format](data.transpose("time", "channel", "lat", "lon"), tmp_path)
+    with pytest.raises(SampleError, match="Read one of them as channels with levels='channel'"):
+        DomainDataLoader(path)
+    loader = DomainDataLoader(path, levels="channel", target_steps=0)
+    assert loader.channels == ("state_u10m", "state_v10m", "state_t2m")
+    assert torch.equal(next(iter(loader))["input"][0], torch.from_numpy(truth[0, :3]))
 
 
 def test_two_ranks_read_a_real_grib(ranks, shared_data):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -406,3 +407,18 @@ def test_options_of_the_store_and_arguments_of_the_wrong_kind(store, truth):
     for argument in ({"open_options": {"format": "zarr"}}, {"target_steps": 2}, {"lead": 3}, {"input_steps": 2}):
         with pytest.raises(SampleError, match=f"{next(iter(argument))}.*choose from a store"):
             DomainDataLoader(GridSamples(store), **argument)
+
+
+def test_loaders_that_read_ahead_start_and_stop_many_times(store, truth):
+    """Three at once, each left in the middle of an epoch again and again: right values, and no thread stays behind."""
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("shardsets")}
+    loaders = [DomainDataLoader(store, prefetch=2, shuffle=True, seed=seed) for seed in range(3)]
+    for round_ in range(60):
+        iterators = [iter(loader) for loader in loaders]
+        for _ in range(1 + round_ % 3):
+            for iterator in iterators:
+                batch = next(iterator)
+                assert torch.equal(batch["input"][0], torch.from_numpy(truth[int(batch["index"])]))
+    for loader in loaders:
+        loader.close()
+    assert {thread for thread in threading.enumerate() if thread.name.startswith("shardsets")} == before
