@@ -99,6 +99,12 @@ def _by_channel(statistics: Any, samples: SampleSet) -> dict[str, tuple[float, f
         known = statistics.variables.get(field.source.name)
         if known is None:
             continue
+        if len(field.levels) > 1 and not known.levels:
+            raise SampleError(
+                f"the statistics of {field.source.name!r} are of all its {len(field.levels)} channels together, since dim "
+                f"{samples.grid.level!r} is not one that is recognised as levels; use statistics='compute', or give "
+                f"{{channel: (mean, std)}}"
+            )
         for place, name in enumerate(samples.names(field)):
             entry = known.levels[field.levels[place]] if field.levels and known.levels else known
             pairs[name] = (entry.mean, entry.std)

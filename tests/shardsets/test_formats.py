@@ -11,6 +11,8 @@ import pytest
 import torch
 import xarray as xr
 
+from shardio import open_store
+from shardio.statistics import compute
 from shardsets import DomainDataLoader, SampleError
 
 CHUNKS = {"t": (1, 3, 11, 8), "u": (1, 11, 8)}
@@ -100,6 +102,18 @@ def test_a_channel_dim_of_texts_names_the_channels(globe, truth, tmp_path, store
     loader = DomainDataLoader(path, levels="channel", target_steps=0)
     assert loader.channels == ("state_u10m", "state_v10m", "state_t2m")
     assert torch.equal(next(iter(loader))["input"][0], torch.from_numpy(truth[0, :3]))
+
+
+def test_statistics_of_all_channels_together_are_refused(globe, tmp_path):
+    """One mean of wind and temperature is no mean of either."""
+    data = globe[["t"]].rename(t="state", level="channel").assign_coords(channel=["u10m", "v10m", "t2m"])
+    path = _zarr(data, tmp_path, zarr_format=2)
+    with open_store(path) as store:
+        compute(store).to_json(tmp_path / "stats.json")
+    with pytest.raises(SampleError, match=r"'state' are of all its 3 channels together.*statistics='compute'"):
+        DomainDataLoader(path, levels="channel", statistics=tmp_path / "stats.json")
+    found = DomainDataLoader(path, levels="channel", statistics="compute").statistics
+    np.testing.assert_allclose(found.mean, data["state"].values.astype("f8").mean((0, 2, 3)), rtol=1e-9)
 
 
 def test_two_ranks_read_a_real_grib(ranks, shared_data):
