@@ -101,7 +101,7 @@ def _by_channel(statistics: Any, samples: SampleSet) -> dict[str, tuple[float, f
             continue
         if len(field.levels) > 1 and not known.levels:
             raise SampleError(
-                f"the statistics of {field.source.name!r} are of all its {len(field.levels)} channels together, since dim "
+                f"the statistics of {field.source.name!r} are of all its {len(field.levels)} channels together: dim "
                 f"{samples.grid.level!r} is not one that is recognised as levels; use statistics='compute', or give "
                 f"{{channel: (mean, std)}}"
             )
