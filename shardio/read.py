@@ -25,7 +25,7 @@ from shardio.plan import Index, Plan, RankPlan
 from shardio.runs import Run
 from shardio.source import Source
 from shardio.tasks import Task, cut
-from shardio.team import Team, usable_cores
+from shardio.team import Team, unpinned, usable_cores
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -272,7 +272,8 @@ def blank(request: Request, runs: Sequence[tuple[Run, ...]]) -> None:
         raise DimensionError(f"a bad chunk of {request.source.name!r} is NaN only in floats, not {request.out.dtype}")
     for part in itertools.product(*runs):
         dest = slices(tuple(map(_dest, part)))
-        request.out.view(request.plan.shape)[dest] = torch.nan
+        with unpinned():
+            request.out.view(request.plan.shape)[dest] = torch.nan
         if request.valid is not None:
             request.valid.view(request.plan.shape)[dest] = False
 
@@ -294,6 +295,7 @@ def deliver(request: Request, runs: Sequence[tuple[Run, ...]], box: Box, stored:
         if out.dtype == torch.bfloat16:  # unknown to numpy
             decoded = np.empty(values.shape, np.float32)
             request.source.decode.apply(values, decoded, mask)
-            out[dest] = torch.from_numpy(decoded)
+            with unpinned():  # torch has threads of its own
+                out[dest] = torch.from_numpy(decoded)
         else:
             request.source.decode.apply(values, out.numpy()[dest], mask)

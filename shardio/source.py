@@ -20,6 +20,7 @@ from shardio.codecs.base import Counted, Share, in_turn
 from shardio.decode import Decode
 from shardio.errors import MissingExtraError, StoreNotFoundError, UnknownFormatError, VariableNotFoundError
 from shardio.location import is_url, local_path, visible
+from shardio.team import unpinned
 
 Missing = Literal["raise", "fill"]
 """What a read does where a chunk was never written: raise MissingChunkError, or give the array's fill value."""
@@ -138,7 +139,8 @@ class Source(ABC):
 
     def read_counted(self, box: Box, out: np.ndarray[Any, Any], share: Share = in_turn) -> Counted:
         """As `read_into`, perhaps on the threads that `share` has; what was decoded and what came from the store."""
-        self.read_into(box, out)
+        with unpinned():  # libraries have threads of their own
+            self.read_into(box, out)
         nbytes = math.prod(shape_of(box)) if self.partial else chunks_under(box, self.chunks) * math.prod(self.chunks)
         return Counted(nbytes * self.dtype.itemsize)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
 from shardio.errors import ReadError
+
+_PINNED = threading.local()
+"""`cores`: those that this thread keeps to, and all that it could use; absent or None if it keeps to none."""
 
 
 class Team:
@@ -38,15 +41,17 @@ class Team:
         core by Linux, beside idle ones: reading a slab after a pause took 1.4 to 1.7 times as long.
         """
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        apart, number = self.threads <= len(cores), count()
+        threads, number = self.threads, count(os.getpid())  # not all processes of a machine begin at its first core
 
         def begin() -> None:
             self._mine.at_work = True
-            if apart:
+            if threads <= len(cores):
+                own = cores[next(number) % threads :: threads]
                 with contextlib.suppress(OSError):  # not allowed here: then the system places it
-                    os.sched_setaffinity(0, cores[next(number) :: self.threads])
+                    os.sched_setaffinity(0, own)
+                    _PINNED.cores = own, cores
 
-        return ThreadPoolExecutor(self.threads, "shardio-read", begin)
+        return ThreadPoolExecutor(threads, "shardio-read", begin)
 
     def close(self) -> None:
         """End the threads."""
@@ -91,11 +96,33 @@ class Team:
         if within:
             work()
         for helper in helpers:
-            if not (within and helper.cancel()):
-                helper.result()
+            while not (within and helper.cancel()) and not helper.done():
+                try:
+                    helper.result()
+                except BaseException as error:  # Ctrl-C while waiting: no job is begun any more
+                    errors.insert(0, error)
         if errors:
             raise errors[0]
         return results
+
+
+@contextlib.contextmanager
+def unpinned() -> Iterator[None]:
+    """Any core for this thread meanwhile: around code that may start threads, which inherit the cores for good."""
+    pinned: tuple[list[int], list[int]] | None = getattr(_PINNED, "cores", None)
+    if pinned is None:
+        yield
+        return
+    own, cores = pinned
+    _PINNED.cores = None
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        _PINNED.cores = pinned
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, own)
 
 
 def usable_cores() -> int:

@@ -15,6 +15,7 @@ from shardio.bytes.base import ByteStore
 from shardio.bytes.client import Failure, connect
 from shardio.errors import CorruptChunkError, NotAllowedError, ReadError
 from shardio.location import visible
+from shardio.team import unpinned
 
 T = TypeVar("T")
 PART = 16 << 20
@@ -100,7 +101,8 @@ class RemoteBytes(ByteStore):
         parts = list(merged(ranges, into, self.gap))
         if len(parts) < 2:
             return all(self._fill(key, part) for part in parts)
-        return all(self._client.pool.map(lambda part: self._fill(key, part), parts))
+        with unpinned():
+            return all(self._client.pool.map(lambda part: self._fill(key, part), parts))
 
     def folders(self, prefix: str) -> list[str]:
         """Names of the folders directly under a prefix. Raises ReadError where the server cannot list."""
@@ -146,7 +148,8 @@ class RemoteBytes(ByteStore):
             failure: Failure | None = None
             try:
                 began = time.monotonic()
-                found = call()
+                with unpinned():  # the client has threads of its own
+                    found = call()
                 self._count(len(found) if isinstance(found, memoryview) else 0, time.monotonic() - began)
                 return found
             except Exception as error:  # both libraries raise errors of many kinds; their texts can hold credentials

@@ -17,7 +17,18 @@ from shardio.aligned import LINE
 from shardio.blocks import copy_stretch
 from shardio.box import Box, slices
 from shardio.codecs import native
-from shardio.codecs.base import Array, Bytes, Counted, Extent, Pipeline, Share, fetched_whole, in_turn, scratch
+from shardio.codecs.base import (
+    OVERHEAD,
+    Array,
+    Bytes,
+    Counted,
+    Extent,
+    Pipeline,
+    Share,
+    fetched_whole,
+    in_turn,
+    scratch,
+)
 from shardio.codecs.blosc_units import Job, Unit, dense_dims, jobs_of
 from shardio.errors import CorruptChunkError
 
@@ -113,15 +124,17 @@ class BloscPipeline(Pipeline):
         if len(found) < HEADER.size:
             raise CorruptChunkError(f"it has {len(found)} bytes, too few for blosc's header")
         version, _, flags, typesize, nbytes, block, stored = HEADER.unpack_from(found)
-        size = None if extent.stop is None else extent.stop - extent.start
-        if nbytes != self.nbytes or (size is not None and stored > size):
+        most = 2 * self.nbytes + OVERHEAD
+        if extent.stop is not None:
+            most = min(most, extent.stop - extent.start)
+        if nbytes != self.nbytes or stored > most:
             raise CorruptChunkError(
-                f"blosc's header says {nbytes} bytes in {stored}; expected are {self.nbytes} in {size or 'any number'}"
+                f"blosc's header says {nbytes} bytes in {stored}; expected are {self.nbytes} in at most {most}"
             )
         if version != 2 or not typesize:
             raise CorruptChunkError(f"blosc's header says version {version}, elements of {typesize} bytes")
         blocks = -(-nbytes // block) if 0 < block <= nbytes else 0
-        if not blocks or 4 * blocks > max(4, nbytes):
+        if not blocks or 4 * blocks > max(4 * 255, nbytes):  # less than one element is stored as blocks of a byte
             raise CorruptChunkError(f"blosc's header says blocks of {block} bytes in a chunk of {nbytes}")
         return Head(flags, typesize, block, blocks, stored, found)
 

@@ -14,6 +14,8 @@ from shardio.codecs.base import Array
 
 JOB = 2 << 20
 """Decoded bytes of one job: few enough to stay in a core's cache, and to share a chunk out evenly."""
+KEPT_ROWS = 4096
+"""Rows of a box up to which its jobs are kept; each can be a unit or two of 250 bytes."""
 
 
 class Unit(NamedTuple):
@@ -44,12 +46,17 @@ def dense_dims(out: Array) -> int:
     return dims
 
 
-@lru_cache(256)
 def jobs_of(box: Box, shape: tuple[int, ...], itemsize: int, block: int, dense: int) -> tuple[Job, ...]:
     """The blocks (of `block` bytes) that a box touches, in jobs of about JOB decoded bytes.
 
-    `dense` is how many of the last dims of the output lie in one piece. The same for all chunks that are read alike.
+    `dense` is how many of the last dims of the output lie in one piece. The same for all chunks that are read alike,
+    so those of few rows are kept.
     """
+    rows = math.prod([span.size for span in box[:-1]])
+    return (_kept if rows <= KEPT_ROWS else _jobs_of)(box, shape, itemsize, block, dense)
+
+
+def _jobs_of(box: Box, shape: tuple[int, ...], itemsize: int, block: int, dense: int) -> tuple[Job, ...]:
     if block % itemsize:
         return ((Unit(0, -(-math.prod(shape) * itemsize // block)),),)
     most = max(1, JOB // block)
@@ -66,6 +73,9 @@ def jobs_of(box: Box, shape: tuple[int, ...], itemsize: int, block: int, dense: 
                 jobs.append(tuple(job))
                 job, blocks = [], 0
     return (*jobs, tuple(job)) if job else tuple(jobs)
+
+
+_kept = lru_cache(64)(_jobs_of)
 
 
 def _units(box: Box, shape: tuple[int, ...], itemsize: int, block: int, dense: int) -> Iterator[Unit]:

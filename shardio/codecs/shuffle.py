@@ -43,8 +43,13 @@ def unshuffle(planes: Bytes, box: Box, out: Array, *, swapped: bool = False) -> 
         swapped: the stored byte order is not this machine's.
     """
     width, shape = len(planes), planes.shape[1:]
+    if width > 255:  # more than a blosc header can say
+        out[..., None].view(np.uint8)[...] = np.moveaxis(
+            planes[(slice(None, None, -1 if swapped else 1), *slices(box))], 0, -1
+        )
+        return
     starts, size, along = stretches(box, shape)
-    if size * width < SHORT or width > 255 or not native.available() or not out[(0,) * along].flags.c_contiguous:
+    if size * width < SHORT or not native.available() or not out[(0,) * along].flags.c_contiguous:
         parts = out[..., None].view(np.uint8)
         for at, plane in enumerate(planes):
             parts[..., width - 1 - at if swapped else at] = plane[slices(box)]

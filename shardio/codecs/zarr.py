@@ -125,7 +125,7 @@ def _unshuffle(width: int) -> Callable[[Bytes, Room], Bytes]:
 
     def step(stored: Bytes, room: Room) -> Bytes:
         into = room()
-        if width < 1 or len(stored) != len(into):
+        if not 0 < width < 2**31 or len(stored) != len(into):
             raise CorruptChunkError(f"{len(stored)} bytes in elements of {width}; expected are {len(into)}")
         count = len(stored) // width * width
         elements = into[:count].view(f"V{width}")

@@ -14,7 +14,8 @@ from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, Sharding
 from zarr.codecs.numcodecs import LZ4, Fletcher32, Shuffle, Zlib
 
 from shardio import Cut, OwnReader, Partition, open_store, plan
-from shardio.box import slices
+from shardio.box import Span, slices
+from shardio.codecs import blosc_units
 from shardio.errors import CorruptChunkError, MissingChunkError, ReadError
 from shardio.formats.zarr_chunks import ZarrChunks
 from shardio.partition import even
@@ -125,6 +126,20 @@ def test_dtypes_and_no_dims(tmp_path: Path, dtype: str) -> None:
         agree(write(path, values_of("f4").astype(dtype), zarr_format, chunks=(2, 3, 7, 5)), path)
         path = tmp_path / f"{zarr_format} alone"
         agree(write(path, np.array(1).astype(dtype), zarr_format, chunks=()), path)
+
+
+def test_blosc_elements_larger_than_the_chunk(tmp_path: Path) -> None:
+    for typesize in (3, 8, 255):
+        path = tmp_path / str(typesize)
+        agree(write(path, values_of("f4"), 3, chunks=(1, 1, 1, 2), compressors=BloscCodec(typesize=typesize)), path, 1)
+
+
+def test_jobs_of_many_rows_are_not_kept() -> None:
+    before = blosc_units._kept.cache_info().currsize
+    box = (Span(0, blosc_units.KEPT_ROWS + 1), Span(0, 1))
+    jobs = blosc_units.jobs_of(box, (blosc_units.KEPT_ROWS + 1, 512), 4, 256, 2)
+    assert sum(unit.last - unit.first for job in jobs for unit in job) == blosc_units.KEPT_ROWS + 1
+    assert blosc_units._kept.cache_info().currsize == before
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

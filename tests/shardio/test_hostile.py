@@ -180,6 +180,32 @@ def test_bombs(tmp_path: Path, codec: str) -> None:
         opened["x"].read()
 
 
+@pytest.mark.parametrize("width", [300, 10**8, 2**31 - 1, 2**32])
+def test_elements_to_unshuffle_of_any_size(tmp_path: Path, width: int) -> None:
+    """More bytes than a chunk has take no longer; a hang would fail by the time limit of the child."""
+    filters = [{"id": "shuffle", "elementsize": width}]
+    store = zarr_with(tmp_path / "a.zarr", filters=filters, compressor={"id": "zlib"})
+    (store / "x" / "0.0").write_bytes(numcodecs.Zlib().encode(np.zeros(VALUES.nbytes, np.uint8)))
+    script = f"""if True:
+        from shardio import open_store
+        from shardio.errors import CorruptChunkError
+        try:
+            open_store({str(store)!r})["x"].read()
+        except CorruptChunkError as error:
+            print(error)
+    """
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_blosc_header_that_claims_more_than_any_codec_makes(tmp_path: Path) -> None:
+    store = zarr_with(tmp_path / "a.zarr", compressor={"id": "blosc"})
+    chunk = bytearray(numcodecs.Blosc(blocksize=16).encode(VALUES))
+    chunk[12:16] = (2**31 - 1).to_bytes(4, "little")
+    (store / "x" / "0.0").write_bytes(chunk)
+    with open_store(store) as opened, pytest.raises(CorruptChunkError, match="2147483647"):
+        opened["x"].read((Span(0, 1), Span(0, 1)))
+
+
 def test_metadata_that_are_no_json(tmp_path: Path) -> None:
     store = zarr_with(tmp_path / "a.zarr")
     (store / "x" / ".zarray").write_text("{")

@@ -9,7 +9,7 @@ from shardio.codecs.shuffle import COPIED, room, unshuffle
 SHAPES = {"row": (100_003,), "field": (3, 181, 360), "small": (2, 3, 5), "one": (1,)}
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 16, 300])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("swapped", [False, True])
 def test_boxes_of_all_kinds(width: int, shape: tuple[int, ...], swapped: bool) -> None:
