@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -28,12 +28,12 @@ class ChunkedSource(Source):
 
     Args:
         pipeline: reads one chunk.
-        fill: what an absent chunk holds, if it is not an error.
+        fill: gives what an absent chunk holds, if it is not an error.
         strict: an absent chunk is an error.
         others: as for Source; shape, dims, attrs, ...
     """
 
-    def __init__(self, name: str, *, pipeline: Pipeline, fill: Any, strict: bool, **others: Any) -> None:
+    def __init__(self, name: str, *, pipeline: Pipeline, fill: Callable[[], Any], strict: bool, **others: Any) -> None:
         super().__init__(name, chunks=pipeline.shape, dtype=pipeline.dtype, **others)
         order = pipeline.order
         self.order = () if order == tuple(range(len(order))) else order
@@ -142,7 +142,7 @@ class ChunkedSource(Source):
             return counted
         if self._strict:
             raise missing_chunk(self.describe(number))
-        out[...] = self._fill
+        out[...] = self._fill()
         return Counted()
 
 

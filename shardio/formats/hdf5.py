@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -48,7 +49,13 @@ class Hdf5Source(Source):
     """One HDF5 dataset read by HDF5, its handle held open; h5py lets one thread at a time into that library."""
 
     def __init__(
-        self, name: str, dataset: h5py.Dataset, dims: tuple[str, ...], strict: bool, default_missing: float | None
+        self,
+        name: str,
+        dataset: h5py.Dataset,
+        dims: tuple[str, ...],
+        strict: bool,
+        default_missing: float | None,
+        table: ChunkTable | None = None,
     ) -> None:
         super().__init__(
             name,
@@ -61,9 +68,9 @@ class Hdf5Source(Source):
             default_missing=default_missing,
         )
         self._dataset = dataset
-        self._table = ChunkTable(dataset) if dataset.chunks is not None else None
+        self._table = ChunkTable(dataset) if table is None and dataset.chunks is not None else table
         self._strict = strict
-        self._file = dataset.file.filename
+        self._file = os.fsdecode(h5py.h5f.get_name(dataset.id))  # also for errors after the file was closed
         broken, self._mixed = look_at_parts(dataset, _open) if dataset.is_virtual else ([], None)
         self._sources = broken if strict else []
 
@@ -203,7 +210,7 @@ def _opened(root: Any, url: str, missing: Missing, group: str, closers: list[Any
                 dataset = h5py.Dataset(h5py.h5d.open(file, inside, _access(cache)))
             sources[name] = Hdf5Source(name, dataset, dims, strict, default_missing)
         else:
-            library = Hdf5Source(name, dataset, dims, strict, default_missing)
+            library = Hdf5Source(name, dataset, dims, strict, default_missing, found[1])
             sources[name] = StoredSource(library, dataset, *found, stored, path.name, strict, default_missing)
     if stored is not None:
         closers.append(stored.close)
@@ -223,6 +230,8 @@ def _open(path: Any) -> h5py.File:
 def attributes(node: h5py.Dataset | h5py.Group) -> dict[str, Any]:
     """Attributes as text, numbers and arrays; those of HDF5's own book-keeping and odd types are left out."""
     found: dict[str, Any] = {}
+    if not h5py.h5a.get_num_attrs(node.id):  # to look for them takes ten times as long
+        return found
     for key in node.attrs:
         if key in HIDDEN or key.startswith(("_Netcdf4", "_NC")):
             continue
@@ -252,7 +261,11 @@ def _datasets(
 
 def _no_variable(dataset: h5py.Dataset) -> bool:
     """Is it there only because NetCDF-4 has a dim of that name?"""
-    return "NAME" in dataset.attrs and _text(dataset.attrs["NAME"]).startswith(NO_VARIABLE)
+    return _has(dataset, "NAME") and _text(dataset.attrs["NAME"]).startswith(NO_VARIABLE)
+
+
+def _has(dataset: h5py.Dataset, attribute: str) -> bool:
+    return bool(h5py.h5a.exists(dataset.id, attribute.encode()))
 
 
 def _cache_size(dataset: h5py.Dataset) -> int:
@@ -296,6 +309,8 @@ def _default_missing(dataset: h5py.Dataset) -> float | None:
     """The NetCDF library's own fill value, if the dataset was made with it."""
     if dataset.dtype.kind != "f" or dataset.is_virtual:
         return None
+    if dataset.id.get_create_plist().fill_value_defined() != h5py.h5d.FILL_VALUE_USER_DEFINED:
+        return None
     with np.errstate(over="ignore"):  # no float16 is as large
         return NETCDF_FILL if dataset.fillvalue == np.asarray(NETCDF_FILL).astype(dataset.dtype) else None
 
@@ -310,6 +325,8 @@ def _dims(dataset: h5py.Dataset, scales: dict[Any, str]) -> tuple[str, ...]:
     """Names of the dims: by attached scales, NetCDF-4's own list, being a scale itself, labels, or dim_<number>."""
     if not dataset.shape:
         return ()
+    if not h5py.h5a.get_num_attrs(dataset.id):
+        return tuple(f"dim_{at}" for at in range(len(dataset.shape)))
     listed = _listed_dims(dataset) if len(dataset.shape) > 1 else None
     names = []
     for at, dim in enumerate(dataset.dims):
@@ -330,7 +347,7 @@ def _scale_name(scale: h5py.Dataset, scales: dict[Any, str]) -> str:
 
 def _listed_dims(dataset: h5py.Dataset) -> list[str] | None:
     """Dims of a coordinate variable with several dims, which NetCDF-4 keeps by number."""
-    if "_Netcdf4Coordinates" not in dataset.attrs:  # asking is cheaper than failing
+    if not _has(dataset, "_Netcdf4Coordinates"):  # asking is cheaper than failing
         return None
     numbers = dataset.attrs["_Netcdf4Coordinates"]
     by_number = {

@@ -189,7 +189,7 @@ class StoredSource(ChunkedSource):
         super().__init__(
             library.name,
             pipeline=pipeline,
-            fill=dataset.fillvalue,
+            fill=lambda: dataset.fillvalue,
             strict=strict,
             dims=library.dims,
             shape=library.shape,

@@ -38,11 +38,9 @@ class Links:
 
     def get(self, group: h5py.Group, key: str) -> h5py.Group | h5py.Dataset | None:
         """What a key of a group leads to; None if it leads nowhere."""
-        if self._all:
+        if self._all or _hard(group, key):
             return group.get(key)
         link = group.get(key, getlink=True)
-        if isinstance(link, h5py.HardLink):
-            return group.get(key)
         if isinstance(link, h5py.ExternalLink):
             path = Path(group.file.filename).parent / link.filename
             self.check(path, f"the link {key!r}")
@@ -79,3 +77,11 @@ class Links:
                 raise
             except Exception:  # it cannot be read; said when its values are wanted
                 continue
+
+
+def _hard(group: h5py.Group, key: str) -> bool:
+    """Does a key stand for an object of the file itself?"""
+    try:
+        return bool(group.id.links.get_info(key.encode("utf-8", "surrogateescape")).type == h5py.h5l.TYPE_HARD)
+    except (KeyError, RuntimeError):  # a path, or no such key
+        return False

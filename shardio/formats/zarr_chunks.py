@@ -174,6 +174,7 @@ def zarr_chunks(
         attrs["_FillValue"] = fill_value_of_xarray(attrs["_FillValue"])
     elif meta["zarr_format"] == 2 and "_ARRAY_DIMENSIONS" in (meta.get("attributes") or {}):
         attrs |= missing_by_xarray(meta.get("fill_value"))
+    fill = _fill_value(meta.get("fill_value"), pipeline.dtype)
     return ZarrChunks(
         name,
         store,
@@ -181,7 +182,7 @@ def zarr_chunks(
         separator,
         shards,
         pipeline=pipeline,
-        fill=_fill_value(meta.get("fill_value"), pipeline.dtype),
+        fill=lambda: fill,
         # One element that equals the fill value is ordinarily left unwritten (the time 0, a crs); it cannot mislead.
         strict=strict and not (len(shape) <= 1 and math.prod(pipeline.shape) == 1),
         dims=tuple(f"dim_{at}" if dim is None else str(dim) for at, dim in enumerate(dims)),
