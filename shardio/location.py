@@ -42,6 +42,13 @@ def _visible(url: str) -> str:
     return f"{scheme}://{host}{path}"
 
 
+def folder_and_name(url: str) -> tuple[str, str]:
+    """The URL of an object's folder, with the query, and the object's name in it."""
+    path, mark, query = url.partition("?")
+    folder, _, name = path.rpartition("/")
+    return f"{folder}/{mark}{query}" if folder.endswith(":/") else f"{folder}{mark}{query}", name
+
+
 def local_path(source: str | os.PathLike[str]) -> Path:
     """The local path of a path or file:// URL."""
     text = os.fspath(source)

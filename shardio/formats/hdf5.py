@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import h5py
 import numpy as np
 
@@ -25,10 +24,10 @@ from shardio.errors import (
     MissingChunkError,
     MissingFilterError,
     ShardIOError,
-    StoreNotFoundError,
     VariableNotFoundError,
 )
 from shardio.formats.hdf5_chunks import ChunkTable, StoredSource, file_of, pipeline_of
+from shardio.formats.hdf5_files import Stored, open_file, open_remote
 from shardio.formats.hdf5_links import Links
 from shardio.formats.hdf5_virtual import look_at_parts
 from shardio.location import is_url, local_path, visible
@@ -71,7 +70,7 @@ class Hdf5Source(Source):
         self._table = ChunkTable(dataset) if table is None and dataset.chunks is not None else table
         self._strict = strict
         self._file = os.fsdecode(h5py.h5f.get_name(dataset.id))  # also for errors after the file was closed
-        broken, self._mixed = look_at_parts(dataset, _open) if dataset.is_virtual else ([], None)
+        broken, self._mixed = look_at_parts(dataset, open_file) if dataset.is_virtual else ([], None)
         self._sources = broken if strict else []
 
     @cached_property
@@ -136,7 +135,7 @@ def open_hdf5(
     Args:
         source: path, URL, or an open h5py.File or Group.
         missing: see open_store; covers chunks that were never written and absent files of virtual datasets.
-        storage_options: passed to fsspec for URLs.
+        storage_options: for URLs; see RemoteBytes (chained ones, "a://b::c://d", go through fsspec).
         group: path of the group to open.
         allow: folders outside the file's own whose files it may lead to (external links and storage, virtual
             datasets), or True for any. Relative names of external storage start at the working directory.
@@ -147,22 +146,19 @@ def open_hdf5(
         VariableNotFoundError: there is no such group.
         MissingFilterError: a dataset is stored through a filter that is not available.
     """
+    closers: list[Callable[[], Any]] = []
+    stored: Stored | None = None
     if isinstance(source, h5py.Group):
-        root, closers = source, []
+        root = source
     elif is_url(source):
-        try:
-            remote = fsspec.open(source, "rb", **(storage_options or {})).open()
-        except FileNotFoundError as error:
-            raise StoreNotFoundError(f"there is nothing at {source!r}; check the URL") from error
-        root = _open(remote)
-        closers = [root.close, remote.close]
+        root, stored, closers = open_remote(os.fspath(source), storage_options)
     else:
-        root = _open(local_path(source))
+        root = open_file(local_path(source))
         closers = [root.close]
     url = visible(source) if isinstance(source, (str, Path)) else str(root.file.filename)
     try:
         folder = None if root.file.driver == "fileobj" else Path(root.file.filename).absolute().parent
-        return _opened(root, url, missing, group, closers, Links(folder, url, allow))
+        return _opened(root, url, missing, group, closers, Links(folder, url, allow), stored)
     except BaseException as error:
         for closer in closers:
             with contextlib.suppress(Exception):
@@ -174,8 +170,16 @@ def open_hdf5(
         ) from error
 
 
-def _opened(root: Any, url: str, missing: Missing, group: str, closers: list[Any], links: Links) -> Store:
-    """The arrays of an open file."""
+def _opened(
+    root: Any,
+    url: str,
+    missing: Missing,
+    group: str,
+    closers: list[Callable[[], Any]],
+    links: Links,
+    stored: Stored | None,
+) -> Store:
+    """The arrays of an open file; `stored` is where its bytes are read from beside HDF5, if it is not a local file."""
     try:
         at = root[group.strip("/")] if group.strip("/") else root
     except KeyError as error:
@@ -183,7 +187,9 @@ def _opened(root: Any, url: str, missing: Missing, group: str, closers: list[Any
     if at.file.filename != root.file.filename:
         links.check(Path(at.file.filename), f"the group {group!r}")
     path = file_of(root.file)
-    stored = LocalBytes(path.parent) if path is not None else None
+    if path is not None:
+        stored = LocalBytes(path.parent), path.name
+        closers.append(stored[0].close)
     sources: dict[str, Source] = {}
     datasets = dict(sorted(_datasets(at, "", frozenset(), links)))
     names: dict[Any, str] = {}  # a dataset that links give several names has the first of them as a dim
@@ -202,7 +208,7 @@ def _opened(root: Any, url: str, missing: Missing, group: str, closers: list[Any
         strict, dims = missing == "raise" and not single, _dims(dataset, names)
         default_missing = _default_missing(dataset)
         found = pipeline_of(dataset) if stored is not None and addresses[name][0] == own_file else None
-        if found is None or stored is None or path is None:
+        if found is None or stored is None:
             _check_filters(name, dataset, url)
             cache, file, inside = _cache_size(dataset), dataset.file.id, dataset.name.encode()
             if cache:
@@ -211,20 +217,8 @@ def _opened(root: Any, url: str, missing: Missing, group: str, closers: list[Any
             sources[name] = Hdf5Source(name, dataset, dims, strict, default_missing)
         else:
             library = Hdf5Source(name, dataset, dims, strict, default_missing, found[1])
-            sources[name] = StoredSource(library, dataset, *found, stored, path.name, strict, default_missing)
-    if stored is not None:
-        closers.append(stored.close)
+            sources[name] = StoredSource(library, dataset, *found, *stored, strict, default_missing)
     return Store(url, sources, attributes(at), "hdf5", tuple(closers))
-
-
-def _open(path: Any) -> h5py.File:
-    """Open a file for reading; where it cannot be locked (network file systems, a writer elsewhere), without a lock."""
-    try:
-        return h5py.File(path, "r")
-    except OSError as error:
-        if "unable to lock" not in str(error) and "locking" not in str(error):
-            raise CorruptChunkError(f"{path} cannot be opened as HDF5: {error}; fetch or write it again") from error
-        return h5py.File(path, "r", locking=False)
 
 
 def attributes(node: h5py.Dataset | h5py.Group) -> dict[str, Any]:

@@ -215,6 +215,16 @@ class StoredSource(ChunkedSource):
         except CorruptChunkError:
             return 0
 
+    @property
+    def requests(self) -> int:
+        """See Source.requests."""
+        return self._store.requests
+
+    @property
+    def fetched_together(self) -> bool:
+        """See Source.fetched_together."""
+        return self._table is not None and self._store.requests > 1
+
     def locate(self, number: Number) -> Extent | None:
         """See ChunkedSource.locate."""
         if self._table is None:
