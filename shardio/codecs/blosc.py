@@ -104,7 +104,8 @@ class BloscPipeline(Pipeline):
             if head is None:
                 return None
             jobs = jobs_of(box, shape, self.dtype.itemsize, head.block, dense_dims(out))
-            if small and sum(unit.last - unit.first for job in jobs for unit in job) == head.blocks:
+            touched = sum(unit.last - unit.first for job in jobs for unit in job)
+            if small and touched == head.blocks:
                 counted = self._all_at_once(extent, box, out, shape, len(head.fetched))
             else:
                 table = self._table(extent, head)

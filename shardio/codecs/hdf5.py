@@ -13,7 +13,7 @@ from numcodecs.fletcher32 import Fletcher32
 from shardio import extras
 from shardio.box import Box, shape_of, slices
 from shardio.codecs import native, shuffle
-from shardio.codecs.base import Array, Bytes, Counted, Extent, Pipeline, Share, in_turn, scratch
+from shardio.codecs.base import Array, Bytes, Counted, Extent, Pipeline, Share, fetched_whole, in_turn, scratch
 from shardio.codecs.blosc import BloscPipeline
 from shardio.codecs.deflate import inflate
 from shardio.codecs.raw import RawPipeline
@@ -22,8 +22,6 @@ from shardio.errors import CorruptChunkError, MissingExtraError
 DEFLATE, SHUFFLE, FLETCHER32, LZF, BLOSC, LZ4, ZSTD = 1, 2, 3, 32000, 32001, 32004, 32015
 CHECKSUM = 4
 """Bytes that fletcher32 puts behind a chunk."""
-SLACK = 4096
-"""Bytes that a stored chunk may have beyond twice its decoded ones; a larger one is no chunk of this dataset."""
 
 
 def known(filters: Sequence[int]) -> bool:
@@ -75,13 +73,10 @@ class FilteredPipeline(Pipeline):
         parts = self._in_parts(extent)
         if parts is not None:
             return parts.read(extent, box, out, share)
-        assert extent.stop is not None
-        size = extent.stop - extent.start
-        if size > 2 * self.nbytes + SLACK:
-            raise CorruptChunkError(f"{size} bytes are stored of a chunk of {self.nbytes}")
-        stored = scratch("stored", size, extent.start)
-        if not extent.store.read_into(extent.key, extent.start, stored.data):
+        stored = fetched_whole(extent, self.nbytes)
+        if stored is None:
             return None
+        size = len(stored)
         filters = self._applied(extent)
         shuffled = filters[0] == SHUFFLE
         if shuffled:

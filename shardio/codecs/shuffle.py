@@ -17,7 +17,8 @@ from shardio.codecs.base import Array, Bytes, scratch
 
 HEADER = struct.Struct("<4B5I")
 """Version and flags, element size; bytes decoded, of a block, stored; where the block begins, its stored bytes."""
-SHUFFLED_LZ4_NOT_SPLIT = 0x31
+FLAGS = 0x31
+"""Shuffled, of lz4, not split."""
 PIECE = 1 << 20
 """Bytes put together by one call."""
 COPIED = 256 << 10
@@ -82,6 +83,5 @@ def _stretch(planes: Bytes, start: int, out: Array) -> None:
 def _piece(width: int, nbytes: int, into: Bytes) -> None:
     """Put together what lies in this thread's room."""
     frame = scratch("planes", APART + PIECE)[APART - HEADER.size : APART + nbytes]
-    flags = SHUFFLED_LZ4_NOT_SPLIT
-    HEADER.pack_into(frame.data, 0, 2, 1, flags, width, nbytes, nbytes, len(frame), HEADER.size - 4, nbytes)
+    HEADER.pack_into(frame.data, 0, 2, 1, FLAGS, width, nbytes, nbytes, len(frame), HEADER.size - 4, nbytes)
     native.blosc(frame, into)
