@@ -241,7 +241,9 @@ def test_a_lost_chunk_of_the_source_stops_it_and_it_goes_on_once_restored(source
         with pytest.raises(MissingChunkError, match="u/c/1/0/0"):
             rechunk(store, tmp_path / "out.zarr", chunking, threads=1)
         lost.write_bytes(content)
-        assert rechunk(store, tmp_path / "out.zarr", chunking, threads=1) < 3
+        assert 0 < rechunk(store, tmp_path / "out.zarr", chunking, threads=1) <= 3
+        with open_store(tmp_path / "out.zarr") as written:
+            np.testing.assert_array_equal(written["u"].read(), store["u"].read())
 
 
 def test_other_settings_and_a_destination_that_exists(source: Path, tmp_path: Path) -> None:
