@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
+KINDS = ("blosc.zarr", "bz2.zarr", "gzip.h5", "filter.h5")
 PROGRAM = """
 import os, signal, sys
 import h5py, numcodecs, numpy as np, zarr
@@ -14,8 +16,9 @@ from shardio import OwnReader, Partition, open_store, plan
 from shardio.errors import ReadError
 
 ROWS = np.arange(1, 33, dtype="i4")[:, None].repeat(16, axis=1)  # every row holds its number
-folder, kind = sys.argv[1:]
-path = f"{folder}/{kind}"
+"""
+EACH = """
+path = f"{sys.argv[1]}/{kind}"
 if kind.endswith(".h5"):
     with h5py.File(path, "w") as file:
         how = {"scaleoffset": 0} if kind == "filter.h5" else {"compression": "gzip"}
@@ -59,14 +62,13 @@ for me in range(4):
 codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
 assert codes == [0] * 4, codes
 assert (reader.read(source, planned).numpy() == ROWS).all()
-print("done")
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-@pytest.mark.parametrize("kind", ["blosc.zarr", "bz2.zarr", "gzip.h5", "filter.h5"])
-def test_forked_processes_read_right_values_or_are_told(tmp_path: Path, kind: str) -> None:
+def test_forked_processes_read_right_values_or_are_told(tmp_path: Path) -> None:
     """With codecs of shardio's own, and with those of the zarr library (its event loop) and of HDF5 (its handle)."""
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path), kind]
+    program = f"{PROGRAM}for kind in {KINDS}:\n{textwrap.indent(EACH, '    ')}\nprint('done')"
+    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.stdout.endswith("done\n"), done.stdout + done.stderr

@@ -23,7 +23,7 @@ def _die() -> None:
 
 def _until_it_ends(mesh, store, read, moment):
     """Read for ever; the second rank dies."""
-    loader = DomainDataLoader(store, mesh, read=read, timeout=30, on_bad="skip")
+    loader = DomainDataLoader(store, mesh, read=read, timeout=15, on_bad="skip")
     victim = mesh.get_rank() == 1
     if victim and moment == "reading":
         reads = []
@@ -50,8 +50,8 @@ def _for_ever(loader, fatal_step) -> None:
 
 @pytest.mark.parametrize(("read", "moment"), [("own", "between"), ("collective", "reading"), ("collective", "any")])
 def test_others_get_an_error(store, read, moment, monkeypatch):
-    monkeypatch.setattr(shardtensor.ranks, "PATIENCE_S", 40.0)
-    pool = Ranks(world=3, timeout=40)
+    monkeypatch.setattr(shardtensor.ranks, "PATIENCE_S", 20.0)
+    pool = Ranks(world=3, timeout=20)
     try:
         with pytest.raises(RankError) as caught:
             pool.run(_until_it_ends, str(store), read, moment, mesh=(3,))
