@@ -28,12 +28,12 @@ def test_boxes_of_all_kinds(width: int, shape: tuple[int, ...], swapped: bool) -
 
 
 def test_planes_that_lie_where_they_need_not_be_copied() -> None:
-    values = np.random.default_rng(0).integers(0, 256, (64, 100, 4)).astype(np.uint8)
-    for box in ((Span(0, 64), Span(0, 100)), (Span(5, 60), Span(0, 100)), (Span(0, 64), Span(3, 97))):
+    values = np.random.default_rng(0).integers(0, 256, (256, 400, 4)).astype(np.uint8)
+    for box in ((Span(0, 256), Span(0, 400)), (Span(5, 250), Span(0, 400)), (Span(0, 256), Span(3, 397))):
         for swapped in (False, True):
             planes = room(values.nbytes)
             assert planes is not None
-            planes = planes.reshape(4, 64, 100)
+            planes = planes.reshape(4, 256, 400)
             planes[...] = np.moveaxis(values[..., ::-1] if swapped else values, -1, 0)
             wanted = values[slices(box)]
             for out in (np.zeros(wanted.shape[:-1], "f4"), np.zeros((*wanted.shape[:-1], 2), "f4")[..., 0]):
