@@ -205,14 +205,19 @@ def test_text_of_every_kind(tmp_path: Path) -> None:
         assert strings(store["chars"]) == ["abc", "de"]
 
 
-def test_virtual_dataset_with_a_source_gone(tmp_path: Path) -> None:
+def write_two_years(folder: Path) -> None:
+    """0.h5 and 1.h5, whose values are their names, and all.h5, which joins them virtually."""
     layout = h5py.VirtualLayout(shape=(4, 3), dtype="f4")
     for year in range(2):
-        with h5py.File(tmp_path / f"{year}.h5", "w") as file:
+        with h5py.File(folder / f"{year}.h5", "w") as file:
             file["x"] = np.full((2, 3), year, np.float32)
-        layout[2 * year : 2 * year + 2] = h5py.VirtualSource(tmp_path / f"{year}.h5", "x", shape=(2, 3))
-    with h5py.File(tmp_path / "all.h5", "w") as file:
+        layout[2 * year : 2 * year + 2] = h5py.VirtualSource(folder / f"{year}.h5", "x", shape=(2, 3))
+    with h5py.File(folder / "all.h5", "w") as file:
         file.create_virtual_dataset("x", layout, fillvalue=-1)
+
+
+def test_virtual_dataset_with_a_source_gone(tmp_path: Path) -> None:
+    write_two_years(tmp_path)
     with open_store(tmp_path / "all.h5") as store:
         assert store["x"].read()[:, 0].tolist() == [0, 0, 1, 1]
     (tmp_path / "1.h5").unlink()
@@ -228,13 +233,7 @@ def test_virtual_dataset_with_a_source_gone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["cut", "trash", "no such dataset"])
 def test_virtual_dataset_with_a_source_that_cannot_be_read(tmp_path: Path, damage: str) -> None:
-    layout = h5py.VirtualLayout(shape=(4, 3), dtype="f4")
-    for year in range(2):
-        with h5py.File(tmp_path / f"{year}.h5", "w") as file:
-            file["x"] = np.full((2, 3), year, np.float32)
-        layout[2 * year : 2 * year + 2] = h5py.VirtualSource(tmp_path / f"{year}.h5", "x", shape=(2, 3))
-    with h5py.File(tmp_path / "all.h5", "w") as file:
-        file.create_virtual_dataset("x", layout, fillvalue=-1)
+    write_two_years(tmp_path)
     bad = tmp_path / "1.h5"
     if damage == "no such dataset":
         with h5py.File(bad, "w") as file:
