@@ -6,6 +6,7 @@ from shardio.box import Box, Span
 from shardio.cf import Grid, find_grid
 from shardio.decode import Decode
 from shardio.errors import ShardIOError
+from shardio.join import GridPart, join
 from shardio.partition import Cut, Partition, make_partition
 from shardio.plan import Plan, RankPlan, plan
 from shardio.read import OwnReader, ReadStats, Request, read
@@ -17,6 +18,7 @@ __all__ = [
     "Cut",
     "Decode",
     "Grid",
+    "GridPart",
     "Layout",
     "OwnReader",
     "Partition",
@@ -31,6 +33,7 @@ __all__ = [
     "TimeAxis",
     "decode_times",
     "find_grid",
+    "join",
     "make_partition",
     "open_store",
     "plan",

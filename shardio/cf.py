@@ -25,7 +25,7 @@ class Grid:
         variables: names of the usable variables: numbers on both spatial dims.
         skipped: name of every other array -> why it is not one of them.
         time, level: names of these dims, None if no usable variable has one.
-        spatial: names of the spatial dims, (y, x).
+        spatial: names of the spatial dims: (y, x), or one that lists the cells of an irregular grid.
         sizes: dim -> extent, of all dims of the usable variables.
         other: dims of usable variables that are none of these (such as an ensemble's "number") -> extent.
         times: the decoded time axis, None if there is no coordinate for it.
@@ -127,7 +127,9 @@ def _space(source: Source, roles: Mapping[str, str], spatial: Sequence[str] | No
     if spatial is None:
         found = {roles[dim]: dim for dim in source.dims if dim in roles}
         spatial = [found[role] for role in ("y", "x") if role in found]
-        if len(spatial) != 2:
+        if not spatial and "cell" in found:
+            spatial = [found["cell"]]
+        elif len(spatial) != 2:
             return None
     return tuple((dim, sizes[dim]) for dim in spatial) if set(spatial) <= set(sizes) else None
 

@@ -1,4 +1,4 @@
-"""Which dim is time, level, latitude or longitude: by its coordinate's CF attributes, or by its name."""
+"""Which dim is time, level, latitude, longitude or a list of cells: by its coordinate's CF attributes, or its name."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ NAMES = {
         *("longitude", "lon", "x", "rlon", "west_east", "nlon", "xc", "projection_x_coordinate", "xdim", "easting"),
         "i",
     ),
+    "cell": ("cell", "cells", "ncells", "ncol", "values"),
 }
 BY_NAME = {name: role for role, names in NAMES.items() for name in names}
 
@@ -60,7 +61,7 @@ def dim_roles(
     level: str | None = None,
     spatial: Sequence[str] | None = None,
 ) -> dict[str, str]:
-    """Dim -> "time", "level", "y" or "x", for every dim that is recognised or named."""
+    """Dim -> "time", "level", "y", "x" or "cell", for every dim that is recognised or named."""
     dims = dict.fromkeys(dim for source in store.values() for dim in source.dims)
     roles = {dim: role for dim in dims if (role := _role(dim, store)) is not None}
     named = [(time, "time"), (level, "level")]

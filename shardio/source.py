@@ -171,6 +171,7 @@ class Store(Mapping[str, Source]):
         attrs: attributes of the root.
         format: name of the format that opened it.
         coordinates: arrays that the format knows to be coordinates, beside those that attributes tell.
+        consolidated: whether one read brings the metadata of all arrays; None where a format has no such choice.
     """
 
     url: str
@@ -179,6 +180,7 @@ class Store(Mapping[str, Source]):
     format: str
     closers: tuple[Callable[[], None], ...] = field(default=(), repr=False)
     coordinates: frozenset[str] = frozenset()
+    consolidated: bool | None = None
 
     def __getitem__(self, name: str) -> Source:
         try:

@@ -121,6 +121,11 @@ class Statistics:
         return cls({name: _entry(values) for name, values in content["variables"].items()})
 
 
+def statistics_file(url: str) -> Path:
+    """Where ``shardio stats`` writes the statistics of a store unless told otherwise."""
+    return Path(f"{Path(url.partition('?')[0].rstrip('/')).name}.stats.json")
+
+
 def compute(
     store: Store,
     *,

@@ -45,13 +45,15 @@ class ChannelStatistics:
 
     def denormalized(self, field: torch.Tensor) -> torch.Tensor:
         """The inverse of `normalize_`, as a new tensor; plain or sharded."""
-        mean, scale = (column.repeat(field.shape[1] // len(self.channels), 1, 1) for column in self._columns(field))
+        steps = field.shape[1] // len(self.channels)
+        mean, scale = (torch.cat([column] * steps) for column in self._columns(field))
         return field * scale + mean
 
     def _columns(self, field: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mean = torch.tensor(self.mean, dtype=field.dtype, device=field.device)
         scale = torch.tensor([value or 1.0 for value in self.std], dtype=field.dtype, device=field.device)
-        return mean[:, None, None], scale[:, None, None]
+        shape = (-1, *[1] * (field.dim() - 2))
+        return mean.view(shape), scale.view(shape)
 
 
 def given_statistics(given: Any, samples: SampleSet) -> ChannelStatistics:

@@ -11,6 +11,7 @@ from shardio.cli.plan import plan
 from shardio.cli.rechunk import rechunk
 from shardio.cli.shell import plain_errors
 from shardio.cli.stats import stats
+from shardio.cli.validate import validate
 from shardio.cli.verify import verify
 
 app = typer.Typer(
@@ -36,7 +37,7 @@ def everywhere(
     """Looks into stores of arrays, and prepares them for reading in slabs."""
 
 
-for command in (inspect, plan, bench, stats, verify, rechunk):
+for command in (inspect, plan, bench, stats, validate, verify, rechunk):
     app.command()(plain_errors(command))
 
 __all__ = ["app"]

@@ -11,6 +11,7 @@ from rich.table import Table
 from shardio.cf import Grid, find_grid
 from shardio.cli.shell import (
     FormatName,
+    Level,
     MissingOption,
     Scheduler,
     StoreArgument,
@@ -23,7 +24,7 @@ from shardio.cli.shell import (
     say,
 )
 from shardio.errors import DimensionError
-from shardio.statistics import VariableStatistics, compute
+from shardio.statistics import VariableStatistics, compute, statistics_file
 
 
 def stats(
@@ -32,6 +33,7 @@ def stats(
     variables: Variables = None,
     start: Annotated[int | None, typer.Option(help="First time step that counts.")] = None,
     stop: Annotated[int | None, typer.Option(help="Time step before which to stop.")] = None,
+    level: Level = None,
     threads: Threads = None,
     scheduler: Scheduler = None,
     missing: MissingOption = "raise",
@@ -41,11 +43,11 @@ def stats(
 
     Every chunk is read once. Missing and infinite values do not count, and are counted.
     """
-    path = output or Path(f"{Path(source.partition('?')[0].rstrip('/')).name}.stats.json")
+    path = output or statistics_file(source)
     if not path.parent.is_dir():  # said before the work, not after it
         raise typer.BadParameter(f"there is no folder {str(path.parent)!r}", param_hint="--output")
     with opened(source, missing, format) as store:
-        grid = find_grid(store, variables=variables)
+        grid = find_grid(store, variables=variables, level=level)
         if grid.time is None and (start is not None or stop is not None):
             raise DimensionError("--start and --stop choose time steps, but the store has no time dim; leave them out")
         with progress("reading") as done:
@@ -60,8 +62,8 @@ def stats(
     table = Table("channel", "values", "mean", "std", "minimum", "maximum", "missing", "infinite")
     for name, entry in found.variables.items():
         _row(table, name, entry)
-        for label, level in zip(level_labels(grid, len(entry.levels)), entry.levels, strict=True):
-            _row(table, f"  {name}_{label}", level)
+        for label, part in zip(level_labels(grid, len(entry.levels)), entry.levels, strict=True):
+            _row(table, f"  {name}_{label}", part)
     console().print(table)
     found.to_json(path)
     say(f"written to {path}")

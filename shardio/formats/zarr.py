@@ -63,22 +63,25 @@ def open_zarr(
     strict = missing == "raise"
     found: dict[str, Source | None] = {}
     attrs: dict[str, Any] = {}
+    consolidated: bool | None = None
     if own is not None:
-        found, attrs = _own(own, path, strict, allow_pickle)
+        found, attrs, consolidated = _own(own, path, strict, allow_pickle)
     sources: dict[str, Source] = {name: array for name, array in found.items() if array is not None}
     if not found or len(sources) < len(found):
         library, attrs = _by_library(CheckedStore(base), path, url, strict, allow_pickle)
         sources = {**library, **sources}
     closers = (base.close,) if isinstance(source, (str, Path)) else ()
-    return Store(url, sources, attrs, "zarr", closers if own is None or own is source else (*closers, own.close))
+    closers = closers if own is None or own is source else (*closers, own.close)
+    return Store(url, sources, attrs, "zarr", closers, consolidated=consolidated)
 
 
 def _own(
     store: ByteStore, path: str, strict: bool, allow_pickle: bool
-) -> tuple[dict[str, Source | None], dict[str, Any]]:
-    """The arrays that are read here, None for one that cannot be, none if metadata are odd; the attributes."""
+) -> tuple[dict[str, Source | None], dict[str, Any], bool | None]:
+    """The arrays that are read here, None for one that cannot be, none if metadata are odd; attributes; if in one."""
+    consolidated = None
     try:
-        nodes = read_nodes(store, path)
+        nodes, consolidated = read_nodes(store, path)
         arrays = {name: meta for name, meta in sorted(nodes.items()) if "shape" in meta}
         if "" in arrays:
             arrays = {path.rpartition("/")[2] or "array": nodes[""]}
@@ -96,12 +99,12 @@ def _own(
     except ShardIOError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):  # the zarr library says what is wrong
-        return {}, {}
-    return found, {} if "shape" in nodes[""] else dict(nodes[""].get("attributes") or {})
+        return {}, {}, consolidated
+    return found, {} if "shape" in nodes[""] else dict(nodes[""].get("attributes") or {}), consolidated
 
 
-def read_nodes(store: ByteStore, path: str) -> Nodes:
-    """The metadata of a group or array and all below it: one read if they are consolidated.
+def read_nodes(store: ByteStore, path: str) -> tuple[Nodes, bool]:
+    """The metadata of a group or array and all below it; whether they are consolidated, which takes one read.
 
     Raises KeyError if there is no node, ValueError if its metadata is no JSON.
     """
@@ -109,36 +112,41 @@ def read_nodes(store: ByteStore, path: str) -> Nodes:
     refused: NotAllowedError | None = None
     for version in (_v3_tree, _v2_consolidated, _v2_tree):
         try:
-            nodes = version(store, prefix)
+            found = version(store, prefix)
         except NotAllowedError as error:  # S3 says so of what is absent, too, to those who may not list
             refused = refused or error
             continue
-        if nodes is not None:
-            return nodes
+        if found is not None:
+            return found
     raise KeyError(prefix) if refused is None else refused
 
 
-def _v3_tree(store: ByteStore, prefix: str) -> Nodes | None:
+def _v3_tree(store: ByteStore, prefix: str) -> tuple[Nodes, bool] | None:
     root = _json(store, f"{prefix}zarr.json")
     if root is None:
         return None
     kept = root.get("consolidated_metadata")
     if kept and kept.get("kind", "inline") == "inline":
-        return {**kept["metadata"], "": root}
-    return _walk(store, prefix, {"": root}) if root["node_type"] == "group" else {"": root}
+        return {**kept["metadata"], "": root}, True
+    return _tree(store, prefix, root, root["node_type"] == "group")
 
 
-def _v2_consolidated(store: ByteStore, prefix: str) -> Nodes | None:
+def _v2_consolidated(store: ByteStore, prefix: str) -> tuple[Nodes, bool] | None:
     kept = _json(store, f"{prefix}.zmetadata")
-    return None if kept is None else _v2_nodes(kept["metadata"])
+    return None if kept is None else (_v2_nodes(kept["metadata"]), True)
 
 
-def _v2_tree(store: ByteStore, prefix: str) -> Nodes | None:
+def _v2_tree(store: ByteStore, prefix: str) -> tuple[Nodes, bool] | None:
     try:
         root = _v2_node(store, prefix)
     except KeyError:
         return None
-    return _walk(store, prefix, {"": root}) if "shape" not in root else {"": root}
+    return _tree(store, prefix, root, "shape" not in root)
+
+
+def _tree(store: ByteStore, prefix: str, root: dict[str, Any], group: bool) -> tuple[Nodes, bool]:
+    """A group with all below it, or an array, whose metadata are one read."""
+    return (_walk(store, prefix, {"": root}), False) if group else ({"": root}, True)
 
 
 def _walk(store: ByteStore, prefix: str, nodes: Nodes) -> Nodes:

@@ -1,0 +1,232 @@
+"""Grids joined to one list of cells, against numpy, and which chunks a slab of it takes."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+import zarr
+from torch.distributed.device_mesh import DeviceMesh
+from zarr.storage import MemoryStore
+
+from shardio import Cut, GridPart, OwnReader, Partition, Store, find_grid, join, open_store, plan, read
+from shardio.collective import CollectiveReader, Group
+from shardio.errors import DimensionError, NoVariableError
+from shardio.partition import even
+from shardio.read import Request
+from shardio.testing import CountingStore
+from shardtensor.testing import Ranks
+
+RANDOM = np.random.default_rng(0)
+FINE, COARSE = RANDOM.normal(size=(3, 2, 30, 24)).astype("f4"), RANDOM.normal(size=(3, 2, 19, 36)).astype("f4")
+KEEP = RANDOM.random((19, 36)) > 0.2  # holes all over
+KEEP[5:12, 8:20] = False  # where the fine grid lies
+CELLS = np.concatenate([FINE.reshape(3, 2, -1), COARSE[..., KEEP]], axis=-1)
+DIMS = ("time", "level", "lat", "lon")
+
+
+def stored(values: np.ndarray, chunks: tuple[int, ...], dims: tuple[str, ...] = DIMS) -> tuple[CountingStore, Store]:
+    counting = CountingStore(MemoryStore())
+    group = zarr.open_group(counting, mode="w", zarr_format=3)
+    array = group.create_array(
+        "t", shape=values.shape, dtype=values.dtype, chunks=chunks, compressors=None, dimension_names=dims
+    )
+    array[...] = values
+    return counting, open_store(counting)
+
+
+def both(fine: tuple[int, ...] = (1, 2, 7, 24), coarse: tuple[int, ...] = (1, 2, 4, 9)) -> tuple[Any, Store]:
+    one, first = stored(FINE, fine)
+    other, second = stored(COARSE, coarse)
+    joined = join([first, GridPart(second, KEEP)])
+    one.reset()
+    other.reset()
+    return (one, other), joined
+
+
+def wanted_chunks(cells: list[int], fine: tuple[int, ...], coarse: tuple[int, ...]) -> set[tuple[int, int, int]]:
+    """(part, chunk row, chunk column) of the chunks that hold one of the cells."""
+    kept = np.argwhere(KEEP)
+    found = set()
+    for cell in cells:
+        part, (y, x) = (0, divmod(cell, 24)) if cell < 720 else (1, kept[cell - 720].tolist())
+        rows, columns = (fine, coarse)[part][2:]
+        found.add((part, y // rows, x // columns))
+    return found
+
+
+def got_chunks(counting: Any) -> dict[tuple[int, int, int], int]:
+    found: dict[tuple[int, int, int], int] = {}
+    for part, store in enumerate(counting):
+        for key, times in store.gets.items():
+            *_, y, x = map(int, key.split("/")[2:])
+            found[part, y, x] = found.get((part, y, x), 0) + times
+    return found
+
+
+TENTH = len(CELLS[0, 0]) // 10
+
+
+@pytest.mark.parametrize("first", [0, 100, 720 - TENTH // 2, 720, len(CELLS[0, 0]) - TENTH])
+@pytest.mark.parametrize(("fine", "coarse"), [((1, 2, 7, 24), (1, 2, 4, 9)), ((1, 2, 30, 24), (1, 2, 19, 36))])
+def test_a_tenth_takes_the_chunks_of_its_cells_once(first: int, fine: Any, coarse: Any) -> None:
+    """As a slice and as a list of numbers: the same chunks, and byte by byte the same values."""
+    counting, joined = both(fine, coarse)
+    source = joined["t"]
+    cells = list(range(first, first + TENTH))
+    expected = wanted_chunks(cells, fine, coarse)
+    cut = Partition((Cut("cell", "domain", (TENTH,), start=first),))
+    found = []
+    for planned in (
+        plan(cut, source.layout, index={"time": 1}),
+        plan(Partition(()), source.layout, index={"time": 1, "cell": cells}),
+    ):
+        for store in counting:
+            store.reset()
+        with OwnReader(threads=1) as reader:
+            found.append(reader.read(source, planned))
+        assert got_chunks(counting) == dict.fromkeys(expected, 1)
+        assert reader.stats.bytes_fetched == sum(store.bytes for store in counting)
+    np.testing.assert_array_equal(found[0].numpy(), CELLS[1][..., cells])
+    assert torch.equal(*found)
+
+
+def test_cells_far_apart_do_not_take_what_lies_between() -> None:
+    counting, joined = both((1, 2, 3, 24), (1, 2, 2, 9))
+    source = joined["t"]
+    cells = [3, 4, 700, len(CELLS[0, 0]) - 1, 9]
+    found = read(source, plan(Partition(()), source.layout, index={"time": 2, "cell": cells}))
+    np.testing.assert_array_equal(found.numpy(), CELLS[2][..., cells])
+    assert sum(got_chunks(counting).values()) <= 6, "of 40 chunks"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_slabs_with_halo(ranks: int, threads: int) -> None:
+    counting, joined = both()
+    source, total = joined["t"], CELLS.shape[-1]
+    partition = Partition((Cut("cell", "domain", even(total, ranks)),))
+    planned = plan(partition, source.layout, halo=5, index={"time": [2, 0]})
+    for rank in range(ranks):
+        span = partition.spans(rank)["cell"]
+        with OwnReader(threads=threads) as reader:
+            found, valid = reader.read(source, planned, rank, dtype=torch.float64, mask=True)
+        expected = CELLS[[2, 0]][..., max(0, span.start - 5) : span.stop + 5]
+        np.testing.assert_array_equal(found.numpy(), expected)
+        assert valid.all()
+    # Threads and ranks meet within a chunk, which is then read by both; no chunk is read more often than that.
+    assert max(got_chunks(counting).values()) <= 2 * 2 * threads * min(ranks, 2)
+
+
+def read_together(mesh: DeviceMesh) -> int:
+    """Read half of the cells, sharing chunks; how many chunks this rank took from the stores."""
+    counting, joined = both((1, 2, 30, 24), (1, 2, 19, 36))
+    source, rank, index = joined["t"], mesh.get_rank(), {"time": [0, 1, 2]}
+    partition = Partition((Cut("cell", "domain", even(CELLS.shape[-1], mesh.size())),))
+    plans = plan(partition, source.layout)
+    mine = plans[rank].at(index)
+    request = Request(source, mine, torch.empty(mine.result_shape), plans=plans, index=index)
+    group = Group.join(mesh, rank)
+    with CollectiveReader(group, threads=2) as reader:
+        reader.read_all([request])
+    group.close()
+    span = partition.spans(rank)["cell"]
+    np.testing.assert_array_equal(request.out.numpy(), CELLS[..., span.start : span.stop])
+    return sum(got_chunks(counting).values())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_together_take_each_chunk_once(ranks: Ranks, size: int) -> None:
+    """A field is a chunk of either grid, and of three times."""
+    assert sum(ranks.run(read_together, mesh=(size,))) == 2 * 3
+
+
+def test_the_joined_store_is_found_and_knows_where_its_cells_are() -> None:
+    """Of a 2-D and a 1-D latitude and longitude; with levels and times of their own."""
+    times = np.datetime64("2020-01-01", "ns") + np.arange(3) * np.timedelta64(6, "h")
+    along = {"time": times, "level": ("level", [500.0, 850.0], {"units": "hPa"})}
+    lat2, lon2 = np.meshgrid(np.linspace(50, 47, 30), np.linspace(5, 8, 24), indexing="ij")
+    curved = {
+        "latitude": (("y", "x"), lat2, {"units": "degrees_north"}),
+        "longitude": (("y", "x"), lon2, {"units": "degrees_east"}),
+    }
+    lat, lon = np.linspace(90, -90, 19), np.arange(36) * 10.0
+    straight = {"lat": ("lat", lat, {"units": "degrees_north"}), "lon": ("lon", lon, {"units": "degrees_east"})}
+    fine = xr.Dataset({"t": (("time", "level", "y", "x"), FINE)}, {**along, **curved})
+    coarse = xr.Dataset(
+        {"t": (DIMS, COARSE), "only_here": (DIMS[2:], COARSE[0, 0]), "u": (DIMS, COARSE)}, {**along, **straight}
+    )
+    joined = join([open_store(fine), GridPart(open_store(coarse), KEEP)])
+    grid = find_grid(joined)
+    assert (grid.variables, grid.spatial, grid.level, grid.time) == (("t",), ("cell",), "level", "time")
+    assert grid.times is not None
+    np.testing.assert_array_equal(grid.times.values, times)
+    np.testing.assert_array_equal(grid.levels, [500, 850])
+    there = np.argwhere(KEEP)
+    np.testing.assert_array_equal(joined["latitude"].read(), np.concatenate([lat2.ravel(), lat[there[:, 0]]]))
+    np.testing.assert_array_equal(joined["longitude"].read(), np.concatenate([lon2.ravel(), lon[there[:, 1]]]))
+    np.testing.assert_array_equal(joined["t"].read(), CELLS)
+
+
+@pytest.mark.parametrize("dims", [("lat", "lon", "time", "level"), ("time", "lat", "level", "lon")])
+def test_dims_in_any_order(dims: tuple[str, ...]) -> None:
+    order = [DIMS.index(dim) for dim in dims]
+    stores = [open_store(xr.Dataset({"t": (dims, values.transpose(order))})) for values in (FINE, COARSE)]
+    joined = join([stores[0], GridPart(stores[1], KEEP)])
+    np.testing.assert_array_equal(joined["t"].read(), CELLS)
+
+
+def test_parts_packed_differently_come_decoded() -> None:
+    packed = np.round(RANDOM.normal(size=FINE.shape) * 1000).astype("i2")
+    packed[0, 0, 0, :3] = -9999
+    one = xr.Dataset({"t": (DIMS, packed, {"scale_factor": 0.01, "add_offset": 273.15, "_FillValue": np.int16(-9999)})})
+    two = xr.Dataset({"t": (DIMS, COARSE)})
+    joined = join([open_store(one), GridPart(open_store(two), KEEP)])
+    decoded = (packed * np.float32(0.01) + np.float32(273.15)).astype("f4")
+    decoded[0, 0, 0, :3] = np.nan
+    expected = np.concatenate([decoded.reshape(3, 2, -1), COARSE[..., KEEP]], axis=-1)
+    found = read(joined["t"], plan(Partition(()), joined["t"].layout))
+    np.testing.assert_array_equal(found.numpy(), expected)
+
+
+def test_alike_packed_parts_pass_as_stored() -> None:
+    attrs = {"scale_factor": 0.5, "_FillValue": np.int16(-1)}
+    values = [np.arange(n, dtype="i2").reshape(shape) - 1 for n, shape in ((6, (1, 2, 3)), (8, (1, 2, 4)))]
+    dims = ("time", "lat", "lon")
+    joined = join([open_store(xr.Dataset({"t": (dims, each, attrs)})) for each in values])
+    assert joined["t"].dtype == np.int16
+    expected = np.concatenate([each.ravel() for each in values]) * 0.5
+    expected[[0, 6]] = np.nan
+    np.testing.assert_array_equal(read(joined["t"], plan(Partition(()), joined["t"].layout)).numpy()[0], expected)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    def grid(shape: tuple[int, ...] = (3, 4, 5), name: str = "t", start: str = "2020-01-01") -> Store:
+        times = np.datetime64(start, "ns") + np.arange(shape[0]) * np.timedelta64(1, "h")
+        return open_store(xr.Dataset({name: (("time", "lat", "lon"), np.zeros(shape))}, {"time": times}))
+
+    with pytest.raises(NoVariableError, match="no part"):
+        join([])
+    with pytest.raises(NoVariableError, match="no variable is in all parts"):
+        join([grid(), grid(name="u")])
+    with pytest.raises(DimensionError, match=r"mask of .* is bool \(5, 4\)"):
+        join([GridPart(grid(), np.ones((5, 4), bool))])
+    with pytest.raises(DimensionError, match=r"mask of .* is int64 \(4, 5\)"):
+        join([GridPart(grid(), np.ones((4, 5), np.int64))])
+    with pytest.raises(DimensionError, match="keeps no cell"):
+        join([grid(), GridPart(grid(), np.zeros((4, 5), bool))])
+    with pytest.raises(DimensionError, match="different times"):
+        join([grid(), grid(start="2021-01-01")])
+    with pytest.raises(DimensionError, match="must be alike"):
+        join([grid(), open_store(xr.Dataset({"t": (("time", "lat", "lon"), np.zeros((4, 4, 5)))}))])
+
+
+def test_closing_closes_the_parts() -> None:
+    closed: list[int] = []
+    parts = [stored(FINE, (1, 2, 7, 24))[1] for _ in range(2)]
+    with join([replace(part, closers=(partial(closed.append, at),)) for at, part in enumerate(parts)]) as joined:
+        assert joined["t"].shape == (3, 2, 1440)
+    assert closed == [0, 1]

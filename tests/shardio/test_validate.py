@@ -1,0 +1,217 @@
+"""`shardio validate`: each thing that training takes, taken away from a complete store in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+from typer.testing import CliRunner
+
+from shardio import open_store
+from shardio.cli import app
+from shardio.validate import CHECKS, validate
+from shardsets import DomainDataLoader
+
+NAMES = ["u10m", "t2m", "refc"]
+
+
+def stormcast(names: Any = NAMES) -> xr.Dataset:
+    """HRRR [time, channel, y, x] with named channels, 2-D latitude and longitude, and two invariants."""
+    random = np.random.default_rng(0)
+    lat, lon = np.meshgrid(np.linspace(30, 40, 6), np.linspace(250, 260, 5), indexing="ij")
+    return xr.Dataset(
+        {
+            "HRRR": (("time", "channel", "y", "x"), random.normal(0, 5, (7, 3, 6, 5)).astype("f4")),
+            "orog": (("y", "x"), random.random((6, 5)).astype("f4")),
+            "lsm": (("y", "x"), random.random((6, 5)).astype("f4")),
+        },
+        {
+            "time": np.datetime64("2020-01-01", "ns") + np.arange(7) * np.timedelta64(1, "h"),
+            "channel": names,
+            "latitude": (("y", "x"), lat, {"units": "degrees_north"}),
+            "longitude": (("y", "x"), lon, {"units": "degrees_east"}),
+        },
+    )
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner(env={"COLUMNS": "250"}).invoke(app, list(map(str, arguments)))
+    return result.exit_code, result.output
+
+
+def write(data: xr.Dataset, path: Path, **options: Any) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # zarr warns of texts, and of consolidated metadata in version 3
+        data.to_zarr(path, **options)
+    return path
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_complete_store_lacks_nothing_and_trains(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Statistics are found where `stats` puts them; the loader takes both, as the command says."""
+    monkeypatch.chdir(tmp_path)
+    store = write(stormcast(), tmp_path / "hrrr.zarr", zarr_format=version)
+    code, output = run("validate", store)
+    assert code == 1
+    assert "shardio stats STORE -o hrrr.zarr.stats.json --level channel" in output
+    assert run("stats", store, "--level", "channel")[0] == 0
+    code, output = run("validate", store)
+    assert code == 0, output
+    assert "channels: 3: 'HRRR_u10m', 'HRRR_t2m', 'HRRR_refc'; read with levels='channel'" in output
+    assert "nothing is missing" in output
+    with DomainDataLoader(store, levels="channel", statistics="hrrr.zarr.stats.json") as loader:
+        assert loader.channels == ("HRRR_u10m", "HRRR_t2m", "HRRR_refc")
+        assert abs(float(np.mean([batch["input"].mean() for batch in loader]))) < 0.5
+
+
+def unnamed(data: xr.Dataset) -> xr.Dataset:
+    return data.drop_vars("channel")
+
+
+def irregular(data: xr.Dataset) -> xr.Dataset:
+    return data.isel(time=[0, 1, 2, 4, 5])
+
+
+def holes(data: xr.Dataset) -> xr.Dataset:
+    return data.assign(lsm=data.lsm.where(data.lsm < 0.9))
+
+
+LACKS: list[tuple[str, Callable[[xr.Dataset], xr.Dataset], str]] = [
+    ("channels", unnamed, "the 3 entries of dim 'channel' of 'HRRR' have no names"),
+    ("channels", lambda data: data.assign_coords(channel=["a", "b", "a"]), "'HRRR_a' twice"),
+    ("channels", lambda data: data.assign_coords(channel=["a", "b", ""]), "'HRRR_' twice or empty"),
+    ("channels", lambda data: data.expand_dims(member=2, axis=1), "['member', 'channel'] beside time and space"),
+    ("times", irregular, "is not regular"),
+    ("times", lambda data: data.isel(time=slice(None, None, -1)), "does not increase"),
+    ("times", lambda data: data.drop_vars("time"), "dim 'time' has no dates"),
+    ("times", lambda data: data.isel(time=[0]), "1 time"),
+    ("times", lambda data: data[["orog", "lsm"]], "no variable has a time dim"),
+    ("coordinates", lambda data: data.drop_vars("longitude"), "no longitude on ('y', 'x')"),
+    ("coordinates", lambda data: data.drop_vars(["latitude", "longitude"]), "no latitude and no longitude"),
+    ("coordinates", lambda data: data.assign(latitude=data.latitude.where(data.x > 1)), "cells without a value"),
+    ("invariants", lambda data: data.drop_vars(["orog", "lsm"]), "every variable on ('y', 'x') has the dim 'time'"),
+    ("invariants", holes, "'lsm' has "),
+]
+
+
+@pytest.mark.parametrize(("what", "change", "said"), LACKS)
+def test_what_is_taken_away_is_named(
+    what: str, change: Callable[[xr.Dataset], xr.Dataset], said: str, tmp_path: Path
+) -> None:
+    data = stormcast()
+    attrs = {name: data[name].attrs for name in ("latitude", "longitude")}
+    changed = change(data)
+    for name in attrs.keys() & changed.variables.keys():
+        changed[name].attrs = attrs[name]
+    with open_store(write(changed, tmp_path / "a.zarr", zarr_format=2)) as store:
+        checks = validate(store, without=["statistics"])
+    missing = {check.what: check for check in checks if not check.ok}
+    assert said in missing[what].found
+    assert missing[what].todo
+    if what != "times":
+        assert set(missing) == {what}, "nothing else is missing"
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_metadata_that_are_not_consolidated(version: int, tmp_path: Path) -> None:
+    path = write(stormcast(), tmp_path / "a.zarr", zarr_format=version, consolidated=False)
+    code, output = run("validate", path, "--without", "statistics")
+    assert code == 1
+    assert "MISSING  metadata: not consolidated: opening reads those of 7 arrays one by one" in output
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        zarr.consolidate_metadata(path, zarr_format=version)
+    assert run("validate", path, "--without", "statistics")[0] == 0
+
+
+def test_statistics_must_fit(tmp_path: Path) -> None:
+    """Of other variables, of all channels together, of a channel that is constant or has no values."""
+    data = stormcast()
+    path, stats = write(data, tmp_path / "a.zarr", zarr_format=2), tmp_path / "a.json"
+
+    def found() -> str:
+        with open_store(path) as store:
+            return next(check for check in validate(store, statistics=stats) if check.what == "statistics").found
+
+    assert "no file" in found()
+    stats.write_text("[]")
+    assert "holds no statistics" in found()
+    assert run("stats", path, "-o", stats)[0] == 0
+    assert "'HRRR' has 3 channels, its statistics 0" in found()
+    assert run("stats", path, "-o", stats, "-v", "orog")[0] == 0
+    assert "'HRRR' is not in" in found()
+    for value, said in ((1.0, "is constant"), (np.nan, "has no value at all")):
+        changed = data.copy(deep=True)
+        changed.HRRR[:, 1] = value
+        write(changed, path, zarr_format=2, mode="w")
+        assert run("stats", path, "-o", stats, "--level", "channel")[0] == 0
+        assert f"'HRRR', channel 1, {said}" in found()
+
+
+def test_levels_and_plain_variables_of_a_global_grid(tmp_path: Path) -> None:
+    """NetCDF: no metadata to consolidate; 1-D coordinates, one of them out of order."""
+    levels, lat, lon = [500.0, 850.0], np.linspace(90, -90, 5), np.arange(8) * 45.0
+    data = xr.Dataset(
+        {
+            "t": (("time", "level", "lat", "lon"), np.random.default_rng(0).random((3, 2, 5, 8))),
+            "u": (("time", "lat", "lon"), np.random.default_rng(0).random((3, 5, 8))),
+        },
+        {
+            "time": np.datetime64("2020-01-01", "ns") + np.arange(3) * np.timedelta64(6, "h"),
+            "level": ("level", levels, {"units": "hPa"}),
+            "lat": ("lat", lat, {"units": "degrees_north"}),
+            "lon": ("lon", lon, {"units": "degrees_east"}),
+        },
+    )
+    data.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    options = ("--without", "statistics", "--without", "invariants")
+    code, output = run("validate", tmp_path / "a.nc", *options)
+    assert code == 0, output
+    assert "channels: 3: 't_500', 't_850', 'u'" in output
+    assert "metadata: hdf5 keeps them in one place" in output
+    data.isel(lat=[0, 2, 1, 3, 4]).to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
+    code, output = run("validate", tmp_path / "b.nc", *options)
+    assert code == 1
+    assert "MISSING  coordinates: 'lat' does not run one way" in output
+
+
+def test_json_names_and_options(tmp_path: Path) -> None:
+    path = write(stormcast(), tmp_path / "a.zarr", zarr_format=2)
+    code, output = run("validate", path, "--json", "--invariant", "orog", "--invariant", "soil", "--without", "times")
+    assert code == 1
+    found = {check["what"]: check for check in json.loads(output)}
+    assert list(found) == ["grid", "coordinates", "channels", "metadata", "statistics", "invariants"]
+    assert found["invariants"]["found"] == "'soil' is not in the store"
+    assert "'HRRR' has the dim 'time'" in run("validate", path, "--invariant", "HRRR")[1]
+    code, output = run("validate", path, "--without", "weather")
+    assert code == 2
+    assert "weather" in output
+    assert all(name in output for name in CHECKS)
+
+
+def test_no_grid_is_said_with_what_there_is(tmp_path: Path) -> None:
+    xr.Dataset({"a": (("b",), np.arange(3.0))}).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    code, output = run("validate", tmp_path / "a.nc")
+    assert code == 1
+    assert "MISSING  grid: " in output
+    assert "fewer than two dims" in output
+
+
+@pytest.mark.parametrize("name", ["grid-netcdf/test4.nc", "zarr/test_zarr", "weather-series"])
+def test_real_stores_are_told_apart_without_failing(shared_data: Path, name: str) -> None:
+    path = shared_data / name
+    files = [path] if path.is_file() or name.startswith("zarr") else sorted(p for p in path.iterdir() if p.is_file())
+    for file in files:
+        code, output = run("validate", file)
+        assert code in (0, 1)
+        assert "Error" not in output.split("\n")[0] or os.fspath(file).endswith((".md", ".json")), output
