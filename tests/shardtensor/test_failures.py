@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardtensor import CollectiveError, Shard, ShardTensor
 from shardtensor.testing import RankError, Ranks, shard
@@ -103,6 +104,31 @@ def test_ranks_that_ask_for_different_exchanges(hasty):
 def test_the_pool_works_again_after_a_failure(hasty):
     failure_of(hasty, lambda mesh: 1 / 0)
     assert hasty.run(lambda mesh: mesh.get_local_rank(), mesh=(3,)) == [0, 1, 2]
+
+
+def test_the_pool_works_again_after_an_interrupt(hasty, monkeypatch):
+    """A late answer of the call that was broken off is not taken for that of the next one."""
+
+    def interrupted(self, count):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        hasty.run(lambda mesh: None, mesh=(3,))
+        patch.setattr(Ranks, "_collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            hasty.run(lambda mesh: "late", mesh=(3,))
+    assert hasty.run(lambda mesh: mesh.get_local_rank(), mesh=(3,)) == [0, 1, 2]
+
+
+def test_groups_of_some_ranks_leave_all_in_step(hasty):
+    """A rank that is not among those that make a group goes on counting groups as the others do."""
+
+
+    def grid(mesh):
+        return DeviceMesh("cpu", mesh.mesh[:, None], mesh_dim_names=("a", "b"))["a"].size()
+
+    assert hasty.run(grid, mesh=(2,)) == [2, 2]
+    assert hasty.run(grid, mesh=(3,)) == [3, 3, 3]
 
 
 def test_a_hung_rank_is_ended():
