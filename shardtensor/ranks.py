@@ -49,7 +49,7 @@ class RankPool:
         timeout: seconds after which a collective fails, and a call that has not answered counts as hung.
     """
 
-    MESHES = ((1,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1), (1, 3))
+    MESHES = ((1,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1), (1, 3), (8,))
 
     def __init__(self, world: int = 4, timeout: float = 60.0) -> None:
         self.world, self.timeout = world, timeout

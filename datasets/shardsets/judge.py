@@ -23,6 +23,8 @@ FINE, FILLED, BAD, FAILED = range(4)
 LISTED = 1000
 """How many cases the report lists one by one; further ones are only counted."""
 LOGGED = 10
+DESCRIBED = 3
+"""How many samples of a step an error finds in their files."""
 
 log = logging.getLogger("shardsets")
 
@@ -83,11 +85,13 @@ class Judge:
         try:
             worst = self.ranks.worst(grade)
         except CollectiveError as lost:
-            raise (error or lost) from (lost if error else lost.__cause__)
+            failed = error or lost
+            failed.add_note(f"in {_step(epoch, samples)}, rank {self.ranks.rank}: {self._files(samples)}")
+            raise failed from (lost if error else lost.__cause__)
         if worst == FINE:
             return True
         if worst == FAILED:
-            step = f"the step of samples {list(samples)} in epoch {epoch}"
+            step = _step(epoch, samples)
             if error is not None:
                 error.add_note(f"{step}, rank {self.ranks.rank}")
             self.ranks.fail(f"{step} could not be read", error)
@@ -98,6 +102,11 @@ class Judge:
         else:
             self._note_skipped(Skipped(epoch, tuple(samples), told))
         return worst == FILLED
+
+    def _files(self, samples: Sequence[int]) -> str:
+        """Words that find the samples of a step in their files."""
+        told = [self.batches.reader.describe(sample) for sample in samples[:DESCRIBED]]
+        return "; ".join([*told, "..."] if len(samples) > DESCRIBED else told)
 
     def _note_filled(self, told: Sequence[BadData]) -> None:
         self._log("filled", self.fills, [str(bad) for bad in told])
@@ -118,3 +127,7 @@ class Judge:
                 log.warning("%s: %s", what, line)
             elif number == LOGGED:
                 log.warning("more is %s; loader.report() tells what", what)
+
+
+def _step(epoch: int, samples: Sequence[int]) -> str:
+    return f"the step of samples {list(samples)} in epoch {epoch}"

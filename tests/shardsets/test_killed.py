@@ -1,8 +1,9 @@
-"""A rank that is killed ends in an error on the others, never in a hang."""
+"""A rank that is killed ends in an error on the others, never in a hang (case R30)."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 
@@ -37,8 +38,10 @@ def _until_it_ends(mesh, store, read, moment):
     if victim and moment == "any":
         threading.Timer(0.5, _die).start()
     fatal_step = 3 if victim and moment == "between" else -1
-    with pytest.raises(ERRORS):
+    with pytest.raises(ERRORS) as caught:
         _for_ever(loader, fatal_step)
+    (note,) = caught.value.__notes__
+    assert re.fullmatch(r"in the step of samples \[\d+\] in epoch \d+, rank [02]: sample \d+ of \S+ \(times .*\)", note)
 
 
 def _for_ever(loader, fatal_step) -> None:

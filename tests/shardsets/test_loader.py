@@ -410,10 +410,10 @@ def test_options_of_the_store_and_arguments_of_the_wrong_kind(store, truth):
 
 
 def test_loaders_that_read_ahead_start_and_stop_many_times(store, truth):
-    """Three at once, each left in the middle of an epoch again and again: right values, and no thread stays behind."""
+    """Case R29: three at once, each left in mid-epoch 200 times; right values, and no thread stays behind."""
     before = {thread for thread in threading.enumerate() if thread.name.startswith("shardsets")}
     loaders = [DomainDataLoader(store, prefetch=2, shuffle=True, seed=seed) for seed in range(3)]
-    for round_ in range(60):
+    for round_ in range(200):
         iterators = [iter(loader) for loader in loaders]
         for _ in range(1 + round_ % 3):
             for iterator in iterators:

@@ -123,7 +123,6 @@ def test_the_pool_works_again_after_an_interrupt(hasty, monkeypatch):
 def test_groups_of_some_ranks_leave_all_in_step(hasty):
     """A rank that is not among those that make a group goes on counting groups as the others do."""
 
-
     def grid(mesh):
         return DeviceMesh("cpu", mesh.mesh[:, None], mesh_dim_names=("a", "b"))["a"].size()
 
