@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ class Grid:
     """The grid that a store's variables lie on.
 
     Attributes:
-        variables: names of the usable variables: numbers on both spatial dims.
+        variables: names of the usable variables: numbers on all spatial dims.
         skipped: name of every other array -> why it is not one of them.
         time, level: names of these dims, None if no usable variable has one.
         spatial: names of the spatial dims: (y, x), or one that lists the cells of an irregular grid.
@@ -67,21 +67,26 @@ def find_grid(
 
     Raises:
         VariableNotFoundError: a name in `variables` is not in the store.
-        NoVariableError: no array lies on two spatial dims.
+        NoVariableError: no array lies on two spatial dims, or on a list of cells.
         DimensionError: dims cannot be recognised; the error says which argument names them.
     """
     if isinstance(variables, str):  # or its letters would be looked up
         variables = (variables,)
     candidates = [store[name] for name in variables] if variables is not None else list(store.values())
     named = _referred_to(store)
-    skipped = {source.name: reason for source in candidates if (reason := _not_data(source, store, named))}
     roles = dim_roles(store, time=time, level=level, spatial=spatial)
+    lists = {dim for dim, role in roles.items() if role == "cell"} | set(
+        spatial or () if len(spatial or ()) == 1 else ()
+    )
+    skipped = {source.name: reason for source in candidates if (reason := _not_data(source, store, named, lists))}
     data = [source for source in candidates if source.name not in skipped]
     spaces = {source.name: space for source in data if (space := _space(source, roles, spatial))}
     if not spaces:
         raise _no_grid(data, skipped, roles)
-    # Staggered grids and groups have several spatial extents; the one that most variables share is the grid.
-    chosen = Counter(spaces.values()).most_common(1)[0][0]
+    # Staggered grids and groups have several spatial extents; the one that most variables share is the grid. Lists of
+    # cells beside a grid are tables.
+    most = max(map(len, spaces.values()))
+    chosen = Counter(space for space in spaces.values() if len(space) == most).most_common(1)[0][0]
     for source in data:
         if spaces.get(source.name) != chosen:
             found = spaces.get(source.name, dict(zip(source.dims, source.shape, strict=True)))
@@ -103,14 +108,14 @@ def _referred_to(store: Store) -> dict[str, str]:
     return found
 
 
-def _not_data(source: Source, store: Store, referred_to: Mapping[str, str]) -> str | None:
-    """Why an array cannot be a variable on a grid; None if it can."""
+def _not_data(source: Source, store: Store, referred_to: Mapping[str, str], lists: Collection[str]) -> str | None:
+    """Why an array cannot be a variable on a grid, or on one of these lists of cells; None if it can."""
     own_name = source.name.rsplit("/", 1)[-1]
     if source.name in store.coordinates or own_name in source.dims or degrees(source) is not None:
         return "is a coordinate"
     if source.dtype.kind not in "iufb":
         return f"holds {source.dtype}, no numbers"
-    if len(source.dims) < 2:
+    if len(source.dims) < 2 and not set(source.dims) & set(lists):
         return "has fewer than two dims"
     if own_name in referred_to:
         return f"is a coordinate or bounds of {referred_to[own_name]!r}"
@@ -213,6 +218,15 @@ def decoded(source: Source) -> Array:
     out = np.empty(source.shape, dtype=np.float64)
     source.decode.apply(source.read(), out)
     return out
+
+
+def horizontal(store: Store, grid: Grid, role: str) -> Source | None:
+    """Latitude ("y") or longitude ("x") in degrees: an array on the grid or along one of its dims; None without one."""
+    for source in store.values():
+        on_grid = set(source.dims) <= set(grid.spatial) and source.shape == tuple(map(grid.sizes.get, source.dims))
+        if source.dims and on_grid and degrees(source) == role:
+            return source
+    return None
 
 
 def _global(source: Source, values: Array) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 from shardio import extras
 from shardio.box import Span
+from shardio.errors import DimensionError
 from shardio.plan import Plan, RankPlan
 from shardio.runs import DimPlan
 
@@ -47,8 +48,10 @@ def draw(
         coordinates: dim -> values, written beside the row numbers.
         units: dim -> units of these values.
 
-    Raises MissingExtraError without matplotlib.
+    Raises MissingExtraError without matplotlib, DimensionError if there is only one spatial dim.
     """
+    if len(spatial) != 2:
+        raise DimensionError(f"a picture shows two spatial dims, but the cells lie along {spatial[0]!r} alone")
     extras.load("matplotlib")
     from matplotlib import colormaps
     from matplotlib.figure import Figure  # drawn without pyplot, so no window system is asked for

@@ -171,7 +171,8 @@ class Store(Mapping[str, Source]):
         attrs: attributes of the root.
         format: name of the format that opened it.
         coordinates: arrays that the format knows to be coordinates, beside those that attributes tell.
-        consolidated: whether one read brings the metadata of all arrays; None where a format has no such choice.
+        consolidated: whether one read brings the metadata of all arrays; None if the format has no such choice, or it
+            is not known.
     """
 
     url: str

@@ -115,10 +115,13 @@ class Statistics:
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
         """Read what `to_json` wrote. Raises ValueError if the file holds something else."""
-        content = json.loads(Path(path).read_text())
-        if not isinstance(content, dict) or content.get("version") != VERSION:
-            raise ValueError(f"{path} holds no statistics of version {VERSION}; write it with: shardio stats STORE")
-        return cls({name: _entry(values) for name, values in content["variables"].items()})
+        try:
+            content = json.loads(Path(path).read_text())
+            if content["version"] == VERSION:
+                return cls({name: _entry(values) for name, values in content["variables"].items()})
+        except (ValueError, KeyError, TypeError, AttributeError):  # other JSON, or none
+            pass
+        raise ValueError(f"{path} holds no statistics of version {VERSION}; write it with: shardio stats STORE")
 
 
 def statistics_file(url: str) -> Path:

@@ -7,18 +7,18 @@ statistics to normalize by, and fields that do not change (orography, land and s
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from shardio.cf import Grid, decoded, find_grid
-from shardio.errors import ShardIOError
-from shardio.roles import coordinate, degrees
+from shardio.cf import Grid, decoded, find_grid, horizontal
+from shardio.errors import ShardIOError, TimeAxisError
+from shardio.labels import labels
 from shardio.source import Source, Store
-from shardio.statistics import Statistics, VariableStatistics, statistics_file
-from shardio.text import strings
+from shardio.statistics import Statistics, VariableStatistics
 
 SHOWN = 6
 """Names that one line lists."""
@@ -29,7 +29,7 @@ class Check:
     """What was found of one thing that training takes.
 
     Attributes:
-        what: one of CHECKS.
+        what: "grid", or one of CHECKS.
         ok: it is there and makes sense.
         found: what there is.
         todo: what to do if it is not; "" if it is.
@@ -42,18 +42,20 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Asked:
     """What a store is checked for.
 
     Attributes:
         grid: its grid.
+        level: name of the dim of levels or channels, if the user gave one.
         statistics: file that ``shardio stats`` wrote.
         invariants: names of the fields that must be there; () for any.
     """
 
     grid: Grid
-    statistics: Path
-    invariants: tuple[str, ...] = ()
+    level: str | None
+    statistics: Path | None
+    invariants: tuple[str, ...]
 
 
 def validate(
@@ -69,7 +71,7 @@ def validate(
     Args:
         store: an opened store.
         level: name of the dim that holds levels or channels, where it is not recognised.
-        statistics: file that ``shardio stats`` wrote; by default where it writes it (`statistics_file`).
+        statistics: file that ``shardio stats`` wrote.
         invariants: names of fields without a time dim that must be there; by default any will do.
         without: names of checks to leave out.
 
@@ -83,84 +85,93 @@ def validate(
         grid = find_grid(store, level=level)
     except ShardIOError as error:
         return [Check("grid", False, str(error), "see what the store holds: shardio inspect")]
-    file = statistics_file(store.url) if statistics is None else Path(statistics)
-    wanted = Wanted(grid, file, tuple(invariants))
+    asked = Asked(grid, level, None if statistics is None else Path(statistics), tuple(invariants))
     lengths = ", ".join(f"{dim} {grid.sizes[dim]}" for dim in grid.spatial)
     found = [Check("grid", True, f"{lengths}; {_listed(grid.variables)}")]
     for name, check in CHECKS.items():
         if name in without:
             continue
         try:
-            found.append(check(store, wanted))
-        except (ShardIOError, ValueError, OSError) as error:  # a coordinate or field that cannot be read or decoded
+            found.append(check(store, asked))
+        except (ShardIOError, OSError) as error:  # a coordinate or field that cannot be read or decoded
             found.append(Check(name, False, str(error), "mend that array; shardio verify reads all of them"))
     return found
 
 
-def _coordinates(store: Store, wanted: Wanted) -> Check:
-    """Latitude and longitude, on the grid or along its dims; the latter must run one way."""
-    space, missing = set(wanted.grid.spatial), []
+def _coordinates(store: Store, asked: Asked) -> Check:
+    """Latitude and longitude, on the grid or along its dims, where they must run one way."""
+    grid, missing = asked.grid, []
     for role, name in (("y", "latitude"), ("x", "longitude")):
-        found = next((s for s in store.values() if degrees(s) == role and s.dims and set(s.dims) <= space), None)
-        if found is None:
+        source = horizontal(store, grid, role)
+        if source is None:
             missing.append(name)
             continue
-        values = decoded(found)
+        values = decoded(source)
         if not np.isfinite(values).all():
-            return Check("coordinates", False, f"{found.name!r} has cells without a value", f"write {name} in full")
-        steps = np.diff(values) if values.ndim == 1 and len(space) == 2 else np.ones(1)
-        if not ((steps > 0).all() or (steps < 0).all()):
-            return Check("coordinates", False, f"{found.name!r} does not run one way", f"write {name} in order")
+            return Check("coordinates", False, f"{source.name!r} has cells without a value", f"write {name} in full")
+        if len(grid.spatial) == 2 and len(source.dims) == 1:
+            steps = np.diff(values)
+            if role == "x":  # across 0 or 180 degrees it goes on
+                steps = (steps + 180) % 360 - 180
+            if not ((steps > 0).all() or (steps < 0).all()):
+                return Check("coordinates", False, f"{source.name!r} does not run one way", f"write {name} in order")
     if missing:
         return Check(
             "coordinates",
             False,
-            f"no {' and no '.join(missing)} on {wanted.grid.spatial}",
+            f"no {' and no '.join(missing)} on {grid.spatial}",
             "write arrays on these dims, or along one of them, with units degrees_north and degrees_east",
         )
     return Check("coordinates", True, "latitude and longitude of every cell")
 
 
-def _times(store: Store, wanted: Wanted) -> Check:
+def _times(store: Store, asked: Asked) -> Check:
     """A time axis that is regular."""
-    axis, dim = wanted.grid.times, wanted.grid.time
+    axis, dim = asked.grid.times, asked.grid.time
     if axis is None:
         found = "no variable has a time dim" if dim is None else f"dim {dim!r} has no dates"
         todo = f'write a coordinate {dim or "time"!r} with units such as "hours since 2020-01-01"'
         return Check("times", False, found, todo)
     if len(axis) < 2:
-        return Check("times", False, f"{len(axis)} time", "a sample takes an input and a later target")
+        return Check("times", False, f"only {len(axis)}", "write more: a sample takes an input and a later target")
     try:
         axis.check()
-    except ShardIOError as error:
-        return Check("times", False, str(error), "or leave out what reaches over it: on_bad='skip'")
+    except TimeAxisError as error:
+        return Check("times", False, str(error), "mend it, or choose a stretch with time=")
     step = f"{axis.months} month(s)" if axis.months else f"{axis.step:g} s"
     return Check("times", True, f"{len(axis)}, {axis.label(0)} to {axis.label(-1)}, every {step}")
 
 
-def _channels(store: Store, wanted: Wanted) -> Check:
+def _channels(store: Store, asked: Asked) -> Check:
     """A name of its own for every channel: a variable's, or of each entry of its level or channel dim."""
-    grid = wanted.grid
+    grid = asked.grid
     names: list[str] = []
     for source in _changing(store, grid):
         dims = _channel_dims(source, grid)
         if len(dims) > 1:
             found = f"{source.name!r} has the dims {dims} beside time and space"
             return Check("channels", False, found, "choose an entry of all but one, or stack them")
-        entries = [_entries(store, dim, grid.sizes[dim]) for dim in dims]
-        if None in entries:
-            return Check(
-                "channels",
-                False,
-                f"the {grid.sizes[dims[0]]} entries of dim {dims[0]!r} of {source.name!r} have no names",
-                f"write an array {dims[0]!r} along {dims[0]!r} that holds a text or a value for each",
-            )
-        names += [f"{source.name}_{entry}" for entry in entries[0] or ()] if dims else [source.name]
-    double = sorted({name for name in names if names.count(name) > 1 or name.endswith("_")})
-    if double:
-        return Check("channels", False, f"{_listed(double)} twice or empty", "give each channel a name of its own")
-    others = dict.fromkeys(dim for source in _changing(store, grid) for dim in _channel_dims(source, grid))
-    how = "".join(f"; read with levels={dim!r}" for dim in others if dim != grid.level)
+        for dim in dims:
+            entries = labels(store, dim, grid.sizes[dim])
+            if entries is None:
+                found = f"the {grid.sizes[dim]} entries of dim {dim!r} of {source.name!r} have no names"
+                return Check(
+                    "channels", False, found, f"write an array {dim!r} along {dim!r} with a text or a value for each"
+                )
+            if "" in entries:
+                found = f"entry {entries.index('')} of dim {dim!r} has an empty name"
+                return Check("channels", False, found, f"write a text for it to {dim!r}")
+            names += [f"{source.name}_{entry}" for entry in entries]
+        if not dims:
+            names.append(source.name)
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        return Check("channels", False, f"{_listed(twice)} more than once", "give each channel a name of its own")
+    dims = _all_channel_dims(store, grid)
+    if len(dims) > 1:
+        found = f"variables have different dims beside time and space: {_listed(dims)}"
+        return Check("channels", False, found, "take those with one of them alone, by variables=")
+    how = "".join(f"; read with levels={dim!r}" for dim in dims if dim != grid.level)
     return Check("channels", True, f"{len(names)}: {_listed(names)}{how}")
 
 
@@ -171,65 +182,60 @@ def _changing(store: Store, grid: Grid) -> list[Source]:
 
 def _channel_dims(source: Source, grid: Grid) -> list[str]:
     """The dims of a variable that hold levels, channels, members."""
-    return [dim for dim in source.dims if dim not in (grid.time, *grid.spatial) and grid.sizes[dim] > 1]
+    others = [dim for dim in source.dims if dim not in (grid.time, *grid.spatial)]
+    return [dim for dim in others if dim == grid.level or grid.sizes[dim] > 1]
 
 
-def _entries(store: Store, dim: str, size: int) -> list[str] | None:
-    """The names or values along a dim, None if nothing tells them."""
-    source = coordinate(store, dim, size) or store.get(dim)
-    if source is None or source.dims[:1] != (dim,) or source.shape[0] != size:
-        return None
-    return [f"{value:g}" for value in decoded(source)] if source.dtype.kind in "iuf" else strings(source)
+def _all_channel_dims(store: Store, grid: Grid) -> list[str]:
+    return list(dict.fromkeys(dim for source in _changing(store, grid) for dim in _channel_dims(source, grid)))
 
 
-def _metadata(store: Store, wanted: Wanted) -> Check:
+def _metadata(store: Store, asked: Asked) -> Check:
     """Whether opening takes one read."""
     if store.consolidated is False:
-        return Check(
-            "metadata",
-            False,
-            f"not consolidated: opening reads those of {len(store)} arrays one by one",
-            "zarr.consolidate_metadata(store)",
-        )
-    return Check("metadata", True, "one read" if store.consolidated else f"{store.format} keeps them in one place")
+        found = f"not consolidated: opening reads those of {len(store)} arrays, each by itself"
+        return Check("metadata", False, found, "zarr.consolidate_metadata(STORE)")
+    return Check("metadata", True, "consolidated" if store.consolidated else f"nothing to consolidate ({store.format})")
 
 
-def _statistics(store: Store, wanted: Wanted) -> Check:
+def _statistics(store: Store, asked: Asked) -> Check:
     """Mean and deviation of every variable that changes, by level where it has levels."""
-    grid, file = wanted.grid, str(wanted.statistics)
+    grid, file = asked.grid, asked.statistics
+    level = next((dim for dim in _all_channel_dims(store, grid) if dim in (asked.level, *grid.other)), None)
+    todo = f"shardio stats STORE -o {file or 'FILE'}" + (f" --level {level}" if level else "")
+    if file is None or not file.is_file():
+        return Check("statistics", False, "no file was named" if file is None else f"no file {str(file)!r}", todo)
+    try:
+        known = Statistics.from_json(file).variables
+    except ValueError as error:
+        return Check("statistics", False, str(error), todo)
     changing = _changing(store, grid)
-    others = dict.fromkeys(dim for source in changing for dim in _channel_dims(source, grid) if dim != grid.level)
-    todo = f"shardio stats STORE -o {file}" + "".join(f" --level {dim}" for dim in others)
-    if not wanted.statistics.is_file():
-        return Check("statistics", False, f"no file {file!r}", todo)
-    known = Statistics.from_json(wanted.statistics).variables
     for source in changing:
         name = source.name
         if name not in known:
-            return Check("statistics", False, f"{name!r} is not in {file!r}", todo)
+            return Check("statistics", False, f"{name!r} is not in {str(file)!r}", todo)
         parts = known[name].levels
         channels = math.prod(grid.sizes[dim] for dim in _channel_dims(source, grid))
         if channels != max(1, len(parts)):
             return Check("statistics", False, f"{name!r} has {channels} channels, its statistics {len(parts)}", todo)
         for at, part in enumerate(parts or (known[name],)):
-            if (problem := _useless(part)) is not None:
+            if (reason := _why_useless(part)) is not None:
                 where = f"{name!r}, channel {at}," if parts else repr(name)
-                return Check("statistics", False, f"{where} {problem}", "leave it out with variables= or levels=")
-    return Check("statistics", True, f"of {len(changing)} variables in {file!r}")
+                return Check("statistics", False, f"{where} {reason}", "leave that channel out of the training")
+    return Check("statistics", True, f"of {len(changing)} variables in {str(file)!r}")
 
 
-def _useless(part: VariableStatistics) -> str | None:
+def _why_useless(part: VariableStatistics) -> str | None:
     if not part.count:
         return "has no value at all"
     return "is constant: its deviation is 0" if part.std == 0 else None
 
 
-def _invariants(store: Store, wanted: Wanted) -> Check:
+def _invariants(store: Store, asked: Asked) -> Check:
     """Fields on the grid without a time dim, in full."""
-    grid = wanted.grid
-    changing = {source.name for source in _changing(store, grid)}
-    fixed = [name for name in grid.variables if name not in changing]
-    for name in wanted.invariants:
+    grid = asked.grid
+    fixed = [name for name in grid.variables if grid.time not in store[name].dims]
+    for name in asked.invariants:
         if name not in fixed:
             reason = _why_not_fixed(store, grid, name)
             return Check("invariants", False, reason, f"write {name!r} on {grid.spatial}, without time")
@@ -240,7 +246,7 @@ def _invariants(store: Store, wanted: Wanted) -> Check:
             f"every variable on {grid.spatial} has the dim {grid.time!r}",
             "write fields that do not change, such as orography and a land-sea mask; or --without invariants",
         )
-    for name in wanted.invariants or fixed:
+    for name in asked.invariants or fixed:
         holes = int(np.isnan(decoded(store[name])).sum())
         if holes:
             return Check("invariants", False, f"{name!r} has {holes} cells without a value", "write it in full")
@@ -248,8 +254,7 @@ def _invariants(store: Store, wanted: Wanted) -> Check:
 
 
 def _why_not_fixed(store: Store, grid: Grid, name: str) -> str:
-    source: Source | None = store.get(name)
-    if source is None:
+    if name not in store:
         return f"{name!r} is not in the store"
     return f"{name!r} {grid.skipped[name]}" if name in grid.skipped else f"{name!r} has the dim {grid.time!r}"
 
@@ -259,7 +264,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:SHOWN])) + more
 
 
-CHECKS: dict[str, Callable[[Store, Wanted], Check]] = {
+CHECKS: dict[str, Callable[[Store, Asked], Check]] = {
     "coordinates": _coordinates,
     "times": _times,
     "channels": _channels,

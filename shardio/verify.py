@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from shardio.box import Box, Span
-from shardio.cf import decoded
 from shardio.errors import DecodeError, MissingChunkError, ReadError, ShardIOError, TimeAxisError
-from shardio.roles import coordinate, dim_roles
+from shardio.labels import labels
+from shardio.roles import dim_roles
 from shardio.source import Source, Store
 from shardio.statistics import blocks
 from shardio.times import decode_times
@@ -181,20 +181,17 @@ class Part:
 def _parts(store: Store, name: str, roles: Mapping[str, str]) -> list[Part]:
     source = store[name]
     level = next((dim for dim in source.dims if roles.get(dim) == "level" and dim != name), None)
-    levels = _labels(store, source, level) if level is not None else ()
+    levels = _labels(store, level, source.shape[source.dims.index(level)]) if level is not None else ()
     return [Part(name, box, level, levels) for box in blocks(source, {})]
 
 
-def _labels(store: Store, source: Source, level: str) -> tuple[str, ...]:
-    """Names of the levels: their values, or their numbers where these cannot be had."""
-    size = source.shape[source.dims.index(level)]
-    found = coordinate(store, level, size)
+def _labels(store: Store, level: str, size: int) -> tuple[str, ...]:
+    """Names of the levels, or their numbers where these cannot be had."""
     try:
-        if found is not None and found.dtype.kind in "iuf":
-            return tuple(f"{value:g}" for value in decoded(found))
+        found = labels(store, level, size)
     except Exception:  # the coordinate is read, and reported, like every other array
-        pass
-    return tuple(map(str, range(size)))
+        found = None
+    return tuple(map(str, range(size)) if found is None else found)
 
 
 def _check(store: Store, part: Part) -> Checked:

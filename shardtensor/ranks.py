@@ -69,10 +69,10 @@ class RankPool:
         count = torch.Size(mesh).numel()
         if count > self.world or mesh not in self.MESHES:
             raise RankError(f"no mesh {mesh} on {self.world} ranks: choose one of {self.MESHES}, or start more ranks")
-        self._start()
         job = _pickled((function, args), _modules_of((function, *args)))
         self._calls += 1
         try:
+            self._start()
             for pipe in self._pipes[:count]:
                 pipe.send((mesh, self._calls, job))
             return self._collect(count)

@@ -11,9 +11,8 @@ import numpy as np
 
 from shardio import Grid, Partition, Source, Store, find_grid, open_store
 from shardio.collective import Group, Read
+from shardio.labels import labels
 from shardio.plan import Halo
-from shardio.roles import coordinate
-from shardio.text import strings
 from shardsets.errors import SampleError
 from shardsets.samples import SampleSet
 from shardsets.slabs import GridSlabReader
@@ -169,12 +168,8 @@ class GridSamples(SampleSet):
         level = self.grid.level
         if level is None:
             return []
-        if self.grid.levels is not None:
-            return [f"{value:g}" for value in self.grid.levels]
-        found = coordinate(self.store, level, self.grid.sizes[level]) or self.store.get(level)  # texts may be 2-D
-        if found is not None and found.dims[:1] == (level,) and found.dtype.kind in "SUOT":
-            return strings(found)
-        return [str(position) for position in range(self.grid.sizes[level])]
+        size = self.grid.sizes[level]
+        return labels(self.store, level, size) or [str(position) for position in range(size)]
 
     def __len__(self) -> int:
         return len(self.windows)

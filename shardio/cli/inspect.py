@@ -33,7 +33,8 @@ def _decoding(decode: Decode) -> str:
 
 def _describe(grid: Grid) -> None:
     say(f"variables: {', '.join(grid.variables)}")
-    roles = {"time": grid.time, "level": grid.level, "y": grid.spatial[0], "x": grid.spatial[-1]}
+    space = zip(("y", "x") if len(grid.spatial) == 2 else ("cell",), grid.spatial, strict=True)
+    roles = {"time": grid.time, "level": grid.level, **dict(space)}
     say("dims: " + ", ".join(f"{role} = {dim} {grid.sizes[dim]}" for role, dim in roles.items() if dim))
     for label, dims in (("descending", grid.descending), ("periodic", grid.periodic), ("other", tuple(grid.other))):
         if dims:

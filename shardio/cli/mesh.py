@@ -51,11 +51,13 @@ class Mesh:
 def parse_mesh(text: str, spatial: Sequence[str]) -> Mesh:
     """A mesh from "4", "2x2" (data x domain), "2x2x2" (data x both spatial dims) or "data=2,lat=2".
 
-    Raises PartitionError if it is none of these.
+    Raises PartitionError if it is none of these, or has more axes than the grid has dims to cut.
     """
     names = {1: ("domain",), 2: ("data", "domain"), 3: ("data", *spatial)}
     if re.fullmatch(r"\d+([x,]\d+){0,2}", text):
         sizes = [int(size) for size in re.split("[x,]", text)]
+        if len(sizes) > 1 + len(spatial):
+            raise PartitionError(f"mesh {text!r} cuts two spatial dims, but there is only {spatial[0]!r}; say '2x2'")
         axes = dict(zip(names[len(sizes)], sizes, strict=True))
     elif re.fullmatch(r"[^=,\s]+=\d+(,[^=,\s]+=\d+)*", text):
         pairs = [pair.split("=") for pair in text.split(",")]

@@ -18,9 +18,7 @@ from shardio.work import Cluster, Done
 
 StoreArgument = Annotated[str, typer.Argument(help="Path or URL of a store.", metavar="STORE")]
 Variables = Annotated[list[str] | None, typer.Option("--variable", "-v", help="A variable; may be repeated.")]
-Level = Annotated[
-    str | None, typer.Option("--level", help="Dim of levels or channels, where it is not recognised; each for itself.")
-]
+Level = Annotated[str | None, typer.Option("--level", help="Dim of levels or channels, where it is not recognised.")]
 MissingOption = Annotated[
     str, typer.Option("--missing", help="Chunks that were never written: 'raise' an error, or 'fill'.")
 ]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from shardio.cf import Grid, find_grid
+from shardio.cf import find_grid
 from shardio.cli.shell import (
     FormatName,
     Level,
@@ -24,6 +24,7 @@ from shardio.cli.shell import (
     say,
 )
 from shardio.errors import DimensionError
+from shardio.labels import labels
 from shardio.statistics import VariableStatistics, compute, statistics_file
 
 
@@ -50,6 +51,7 @@ def stats(
         grid = find_grid(store, variables=variables, level=level)
         if grid.time is None and (start is not None or stop is not None):
             raise DimensionError("--start and --stop choose time steps, but the store has no time dim; leave them out")
+        names = None if grid.level is None else labels(store, grid.level, grid.sizes[grid.level])
         with progress("reading") as done:
             found = compute(
                 store,
@@ -62,7 +64,7 @@ def stats(
     table = Table("channel", "values", "mean", "std", "minimum", "maximum", "missing", "infinite")
     for name, entry in found.variables.items():
         _row(table, name, entry)
-        for label, part in zip(level_labels(grid, len(entry.levels)), entry.levels, strict=True):
+        for label, part in zip(names or map(str, range(len(entry.levels))), entry.levels, strict=False):
             _row(table, f"  {name}_{label}", part)
     console().print(table)
     found.to_json(path)
@@ -73,8 +75,3 @@ def _row(table: Table, label: str, entry: VariableStatistics) -> None:
     numbers = (entry.mean, entry.std, entry.minimum, entry.maximum)
     counts = (entry.missing, entry.infinite)
     table.add_row(label, str(entry.count), *(f"{number:.6g}" for number in numbers), *map(str, counts))
-
-
-def level_labels(grid: Grid, count: int) -> list[str]:
-    """The levels as channel names have them: by value, or by number where there is no coordinate."""
-    return [f"{at if grid.levels is None else grid.levels[at]:g}" for at in range(count)]

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from shardio.cli.shell import FormatName, Level, StoreArgument, opened, say, without_secrets
+from shardio.statistics import statistics_file
 from shardio.validate import CHECKS
 from shardio.validate import validate as validate_store
 
@@ -34,13 +35,18 @@ def validate(
     Metadata and coordinates are read, and fields without time; `verify` reads everything. The exit code is 1 if
     anything is missing.
     """
+    unknown = [name for name in without or () if name not in CHECKS]
+    if unknown:
+        text = f"there is no check {unknown[0]!r}; there are: {', '.join(CHECKS)}"
+        raise typer.BadParameter(text, param_hint="--without")
     with opened(source, "raise", format) as store:
-        try:
-            checks = validate_store(
-                store, level=level, statistics=statistics, invariants=invariants or (), without=without or ()
-            )
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--without") from None
+        checks = validate_store(
+            store,
+            level=level,
+            statistics=statistics or statistics_file(source),
+            invariants=invariants or (),
+            without=without or (),
+        )
     missing = [check for check in checks if not check.ok]
     if as_json:
         typer.echo(without_secrets(json.dumps([asdict(check) for check in checks], indent=2)))

@@ -334,7 +334,7 @@ def open_references(
         raise UnknownFormatError(f"{url} holds no references: {error}; write them again") from error
     data = ReferenceBytes(references, home, url, allow, target_options)
     found = open_zarr(data, missing=missing, group=group)
-    return replace(found, format="references", closers=(data.close, store.close))
+    return replace(found, format="references", closers=(data.close, store.close), consolidated=None)
 
 
 def _looks_like_references(source: Any) -> bool:

@@ -78,7 +78,9 @@ def open_zarr(
 def _own(
     store: ByteStore, path: str, strict: bool, allow_pickle: bool
 ) -> tuple[dict[str, Source | None], dict[str, Any], bool | None]:
-    """The arrays that are read here, None for one that cannot be, none if metadata are odd; attributes; if in one."""
+    """The arrays that are read here, None for one that cannot be, none if metadata are odd; the attributes;
+    whether the metadata are consolidated.
+    """
     consolidated = None
     try:
         nodes, consolidated = read_nodes(store, path)

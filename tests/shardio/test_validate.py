@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -82,19 +81,32 @@ def irregular(data: xr.Dataset) -> xr.Dataset:
     return data.isel(time=[0, 1, 2, 4, 5])
 
 
+def other_dim(data: xr.Dataset) -> xr.Dataset:
+    return data.assign(
+        moisture=data.HRRR.isel(channel=slice(2)).drop_vars("channel").rename(channel="soil")
+    ).assign_coords(soil=[0.1, 0.5])
+
+
+def height(data: xr.Dataset) -> xr.DataArray:
+    """Numbers of the name of their first dim that are no coordinate of it."""
+    return xr.DataArray(np.zeros((3, 6, 5)), dims=("channel", "y", "x"))
+
+
 def holes(data: xr.Dataset) -> xr.Dataset:
     return data.assign(lsm=data.lsm.where(data.lsm < 0.9))
 
 
 LACKS: list[tuple[str, Callable[[xr.Dataset], xr.Dataset], str]] = [
     ("channels", unnamed, "the 3 entries of dim 'channel' of 'HRRR' have no names"),
-    ("channels", lambda data: data.assign_coords(channel=["a", "b", "a"]), "'HRRR_a' twice"),
-    ("channels", lambda data: data.assign_coords(channel=["a", "b", ""]), "'HRRR_' twice or empty"),
+    ("channels", lambda data: data.assign_coords(channel=["a", "b", "a"]), "'HRRR_a' more than once"),
+    ("channels", lambda data: data.assign_coords(channel=["a", "b", ""]), "entry 2 of dim 'channel' has an empty name"),
+    ("channels", other_dim, "variables have different dims beside time and space: 'channel', 'soil'"),
+    ("channels", lambda data: data.drop_vars("channel").assign(channel=height(data)), "'channel' of 'HRRR' have no"),
     ("channels", lambda data: data.expand_dims(member=2, axis=1), "['member', 'channel'] beside time and space"),
     ("times", irregular, "is not regular"),
     ("times", lambda data: data.isel(time=slice(None, None, -1)), "does not increase"),
     ("times", lambda data: data.drop_vars("time"), "dim 'time' has no dates"),
-    ("times", lambda data: data.isel(time=[0]), "1 time"),
+    ("times", lambda data: data.isel(time=[0]), "only 1"),
     ("times", lambda data: data[["orog", "lsm"]], "no variable has a time dim"),
     ("coordinates", lambda data: data.drop_vars("longitude"), "no longitude on ('y', 'x')"),
     ("coordinates", lambda data: data.drop_vars(["latitude", "longitude"]), "no latitude and no longitude"),
@@ -118,8 +130,7 @@ def test_what_is_taken_away_is_named(
     missing = {check.what: check for check in checks if not check.ok}
     assert said in missing[what].found
     assert missing[what].todo
-    if what != "times":
-        assert set(missing) == {what}, "nothing else is missing"
+    assert set(missing) == {what}, "nothing else is missing"
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -127,7 +138,7 @@ def test_metadata_that_are_not_consolidated(version: int, tmp_path: Path) -> Non
     path = write(stormcast(), tmp_path / "a.zarr", zarr_format=version, consolidated=False)
     code, output = run("validate", path, "--without", "statistics")
     assert code == 1
-    assert "MISSING  metadata: not consolidated: opening reads those of 7 arrays one by one" in output
+    assert "MISSING  metadata: not consolidated: opening reads those of 7 arrays, each by itself" in output
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         zarr.consolidate_metadata(path, zarr_format=version)
@@ -144,8 +155,9 @@ def test_statistics_must_fit(tmp_path: Path) -> None:
             return next(check for check in validate(store, statistics=stats) if check.what == "statistics").found
 
     assert "no file" in found()
-    stats.write_text("[]")
-    assert "holds no statistics" in found()
+    for text in ("[]", "no json", '{"version": 2}', '{"version": 2, "variables": {"HRRR": {}}}'):
+        stats.write_text(text)
+        assert "holds no statistics" in found()
     assert run("stats", path, "-o", stats)[0] == 0
     assert "'HRRR' has 3 channels, its statistics 0" in found()
     assert run("stats", path, "-o", stats, "-v", "orog")[0] == 0
@@ -178,11 +190,70 @@ def test_levels_and_plain_variables_of_a_global_grid(tmp_path: Path) -> None:
     code, output = run("validate", tmp_path / "a.nc", *options)
     assert code == 0, output
     assert "channels: 3: 't_500', 't_850', 'u'" in output
-    assert "metadata: hdf5 keeps them in one place" in output
+    assert "metadata: nothing to consolidate (hdf5)" in output
     data.isel(lat=[0, 2, 1, 3, 4]).to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
     code, output = run("validate", tmp_path / "b.nc", *options)
     assert code == 1
     assert "MISSING  coordinates: 'lat' does not run one way" in output
+
+
+@pytest.mark.parametrize(
+    ("lon", "fine"), [([350, 355, 0, 5], True), ([170, 175, -180, -175], True), ([0, 10, 5, 20], False)]
+)
+def test_longitude_may_go_on_across_its_seam(lon: list[float], fine: bool) -> None:
+    data = xr.Dataset(
+        {"t": (("time", "lat", "lon"), np.zeros((2, 3, 4)))},
+        {"lat": ("lat", [1.0, 0, -1], {"units": "degrees_north"}), "lon": ("lon", lon, {"units": "degrees_east"})},
+    )
+    check = next(check for check in validate(open_store(data)) if check.what == "coordinates")
+    assert check.ok is fine
+
+
+def test_what_is_told_to_do_helps(tmp_path: Path) -> None:
+    """The command printed for statistics, with and without the dim named to `validate`, and with one level."""
+    path, stats = write(stormcast(), tmp_path / "a.zarr", zarr_format=2), tmp_path / "a.json"
+    for options in ((), ("--level", "channel")):
+        stats.unlink(missing_ok=True)
+        code, output = run("validate", path, "--stats", stats, *options)
+        assert code == 1
+        todo = next(line for line in output.splitlines() if "shardio stats" in line).split("shardio ")[1]
+        assert run(*todo.replace("STORE", str(path)).split())[0] == 0
+        code, output = run("validate", path, "--stats", stats, *options)
+        assert code == 0, output
+
+
+def test_a_single_level_is_named_as_the_loader_names_it() -> None:
+    data = xr.Dataset(
+        {"t": (("time", "level", "lat", "lon"), np.zeros((2, 1, 3, 4)))},
+        {"level": ("level", [500.0], {"units": "hPa"}), "time": np.array(["2020-01-01", "2020-01-02"], "M8[ns]")},
+    )
+    check = next(check for check in validate(open_store(data)) if check.what == "channels")
+    assert check.found == "1: 't_500'"
+    assert DomainDataLoader(data).channels == ("t_500",)
+
+
+def test_a_list_of_cells_with_a_field_that_stays(tmp_path: Path) -> None:
+    """`inspect`, `plan` and `validate` know such a grid, and say what they cannot do with it."""
+    data = xr.Dataset(
+        {"t": (("time", "cell"), np.random.default_rng(0).random((4, 20))), "orog": ("cell", np.ones(20))},
+        {
+            "time": np.datetime64("2020-01-01", "ns") + np.arange(4) * np.timedelta64(6, "h"),
+            "latitude": ("cell", np.linspace(0, 50, 20) % 7, {"units": "degrees_north"}),
+            "longitude": ("cell", np.linspace(0, 50, 20), {"units": "degrees_east"}),
+        },
+    )
+    path = write(data, tmp_path / "a.zarr", zarr_format=2)
+    code, output = run("validate", path, "--without", "statistics")
+    assert code == 0, output
+    assert "invariants: 'orog'" in output
+    assert "dims: time = time 4, cell = cell 20" in run("inspect", path)[1]
+    code, output = run("plan", path, "--mesh", "2x2")
+    assert code == 0
+    assert "0:10" in output
+    assert "only 'cell'" in run("plan", path, "--mesh", "2x2x2")[1]
+    code, output = run("plan", path, "--mesh", "2x2", "--png", tmp_path / "a.png")
+    assert code == 1
+    assert "a picture shows two spatial dims" in output
 
 
 def test_json_names_and_options(tmp_path: Path) -> None:
@@ -207,11 +278,17 @@ def test_no_grid_is_said_with_what_there_is(tmp_path: Path) -> None:
     assert "fewer than two dims" in output
 
 
-@pytest.mark.parametrize("name", ["grid-netcdf/test4.nc", "zarr/test_zarr", "weather-series"])
-def test_real_stores_are_told_apart_without_failing(shared_data: Path, name: str) -> None:
-    path = shared_data / name
-    files = [path] if path.is_file() or name.startswith("zarr") else sorted(p for p in path.iterdir() if p.is_file())
-    for file in files:
-        code, output = run("validate", file)
-        assert code in (0, 1)
-        assert "Error" not in output.split("\n")[0] or os.fspath(file).endswith((".md", ".json")), output
+REAL = {
+    "grid-netcdf/test4.nc": {"coordinates": True, "channels": True, "metadata": True},
+    "weather-series/ERA5_example_data.nc": {"coordinates": True, "times": True, "channels": True},
+    "weather-series/era5-2mt-2019-03-uk.grib": {"coordinates": True, "times": True, "invariants": False},
+    "zarr/cities_v2.zarr": {"grid": False},
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_stores(shared_data: Path, name: str) -> None:
+    code, output = run("validate", shared_data / name, "--json")
+    assert code == 1, "there are no statistics"
+    found = {check["what"]: check["ok"] for check in json.loads(output)}
+    assert REAL[name].items() <= found.items(), output

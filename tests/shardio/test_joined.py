@@ -1,7 +1,9 @@
 """Grids joined to one list of cells, against numpy, and which chunks a slab of it takes."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from zarr.storage import MemoryStore
 
 from shardio import Cut, GridPart, OwnReader, Partition, Store, find_grid, join, open_store, plan, read
 from shardio.collective import CollectiveReader, Group
-from shardio.errors import DimensionError, NoVariableError
+from shardio.errors import DecodeError, DimensionError, NoVariableError
 from shardio.partition import even
 from shardio.read import Request
 from shardio.testing import CountingStore
@@ -70,7 +72,11 @@ def got_chunks(counting: Any) -> dict[tuple[int, int, int], int]:
 TENTH = len(CELLS[0, 0]) // 10
 
 
-@pytest.mark.parametrize("first", [0, 100, 720 - TENTH // 2, 720, len(CELLS[0, 0]) - TENTH])
+EMPTIED = 720 + int(KEEP[:8].sum()) - 5
+"""A first cell from which a tenth goes on through rows 8 to 11 of the coarse grid, where the mask empties a chunk."""
+
+
+@pytest.mark.parametrize("first", [0, 100, 720 - TENTH // 2, 720, EMPTIED, len(CELLS[0, 0]) - TENTH])
 @pytest.mark.parametrize(("fine", "coarse"), [((1, 2, 7, 24), (1, 2, 4, 9)), ((1, 2, 30, 24), (1, 2, 19, 36))])
 def test_a_tenth_takes_the_chunks_of_its_cells_once(first: int, fine: Any, coarse: Any) -> None:
     """As a slice and as a list of numbers: the same chunks, and byte by byte the same values."""
@@ -100,7 +106,7 @@ def test_cells_far_apart_do_not_take_what_lies_between() -> None:
     cells = [3, 4, 700, len(CELLS[0, 0]) - 1, 9]
     found = read(source, plan(Partition(()), source.layout, index={"time": 2, "cell": cells}))
     np.testing.assert_array_equal(found.numpy(), CELLS[2][..., cells])
-    assert sum(got_chunks(counting).values()) <= 6, "of 40 chunks"
+    assert set(got_chunks(counting)) == wanted_chunks(cells, (1, 2, 3, 24), (1, 2, 2, 9))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -112,18 +118,39 @@ def test_slabs_with_halo(ranks: int, threads: int) -> None:
     planned = plan(partition, source.layout, halo=5, index={"time": [2, 0]})
     for rank in range(ranks):
         span = partition.spans(rank)["cell"]
+        rows = range(max(0, span.start - 5), min(total, span.stop + 5))
+        for store in counting:
+            store.reset()
         with OwnReader(threads=threads) as reader:
             found, valid = reader.read(source, planned, rank, dtype=torch.float64, mask=True)
-        expected = CELLS[[2, 0]][..., max(0, span.start - 5) : span.stop + 5]
-        np.testing.assert_array_equal(found.numpy(), expected)
+        np.testing.assert_array_equal(found.numpy(), CELLS[[2, 0]][..., rows])
         assert valid.all()
-    # Threads and ranks meet within a chunk, which is then read by both; no chunk is read more often than that.
-    assert max(got_chunks(counting).values()) <= 2 * 2 * threads * min(ranks, 2)
+        got = got_chunks(counting)
+        assert set(got) == wanted_chunks(list(rows), (1, 2, 7, 24), (1, 2, 4, 9))
+        # Two times. Threads meet within a band of chunks, and both read it then.
+        assert set(got.values()) <= ({2} if threads == 1 else {2, 4})
 
 
-def read_together(mesh: DeviceMesh) -> int:
-    """Read half of the cells, sharing chunks; how many chunks this rank took from the stores."""
-    counting, joined = both((1, 2, 30, 24), (1, 2, 19, 36))
+def test_uncompressed_parts_are_read_by_bands_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """HDF5 in one piece: what is read is the rows of the cells, with what the mask leaves out of them."""
+    monkeypatch.setattr("shardio.joined.ROWS_BYTES", 4 * 36 * 4)  # four rows of the coarse grid, six of the fine one
+    for name, values in (("fine", FINE), ("coarse", COARSE)):
+        xr.Dataset({"t": (DIMS, values)}).to_netcdf(tmp_path / f"{name}.nc", engine="h5netcdf")
+    joined = join([open_store(tmp_path / "fine.nc"), GridPart(open_store(tmp_path / "coarse.nc"), KEEP)])
+    source = joined["t"]
+    assert source.partial
+    start = 720 + int(KEEP[:2].sum())
+    cut = Partition((Cut("cell", "domain", (int(KEEP[2:7].sum()),), start=start),))
+    with OwnReader(threads=1) as reader:
+        found = reader.read(source, plan(cut, source.layout, index={"time": 1}))
+    np.testing.assert_array_equal(found.numpy(), COARSE[1][:, 2:7][..., KEEP[2:7]])
+    rows_of_levels = 2 * 5
+    assert reader.stats.bytes_fetched <= rows_of_levels * 36 * 4
+
+
+def read_together(mesh: DeviceMesh, fine: tuple[int, ...], coarse: tuple[int, ...]) -> dict[Any, int]:
+    """Read a part of the cells, sharing chunks; how often this rank took each chunk from the stores."""
+    counting, joined = both(fine, coarse)
     source, rank, index = joined["t"], mesh.get_rank(), {"time": [0, 1, 2]}
     partition = Partition((Cut("cell", "domain", even(CELLS.shape[-1], mesh.size())),))
     plans = plan(partition, source.layout)
@@ -135,13 +162,18 @@ def read_together(mesh: DeviceMesh) -> int:
     group.close()
     span = partition.spans(rank)["cell"]
     np.testing.assert_array_equal(request.out.numpy(), CELLS[..., span.start : span.stop])
-    return sum(got_chunks(counting).values())
+    return got_chunks(counting)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_together_take_each_chunk_once(ranks: Ranks, size: int) -> None:
-    """A field is a chunk of either grid, and of three times."""
-    assert sum(ranks.run(read_together, mesh=(size,))) == 2 * 3
+@pytest.mark.parametrize(("fine", "coarse"), [((1, 2, 30, 24), (1, 2, 19, 36)), ((1, 2, 7, 8), (1, 2, 4, 9))])
+def test_ranks_together_take_each_chunk_once(ranks: Ranks, size: int, fine: Any, coarse: Any) -> None:
+    """Of three times. A chunk smaller than a field is taken twice at most, where joined chunks end in it."""
+    total: Counter[Any] = Counter()
+    for found in ranks.run(read_together, fine, coarse, mesh=(size,)):
+        total.update(found)
+    assert set(total) == wanted_chunks(list(range(CELLS.shape[-1])), fine, coarse)
+    assert set(total.values()) <= ({3} if fine[2] == 30 else {3, 6})
 
 
 def test_the_joined_store_is_found_and_knows_where_its_cells_are() -> None:
@@ -203,25 +235,67 @@ def test_alike_packed_parts_pass_as_stored() -> None:
     np.testing.assert_array_equal(read(joined["t"], plan(Partition(()), joined["t"].layout)).numpy()[0], expected)
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    def grid(shape: tuple[int, ...] = (3, 4, 5), name: str = "t", start: str = "2020-01-01") -> Store:
-        times = np.datetime64(start, "ns") + np.arange(shape[0]) * np.timedelta64(1, "h")
-        return open_store(xr.Dataset({name: (("time", "lat", "lon"), np.zeros(shape))}, {"time": times}))
+def grid(
+    shape: tuple[int, ...] = (3, 4, 5), name: str = "t", start: str = "2020-01-01", names: Any = None, **attrs: str
+) -> Store:
+    """Zeros [time, lat, lon], or [channel, lat, lon] if names are given."""
+    times = np.datetime64(start, "ns") + np.arange(shape[0]) * np.timedelta64(1, "h")
+    first, entries = ("time", times) if names is None else ("channel", names)
+    return open_store(xr.Dataset({name: ((first, "lat", "lon"), np.zeros(shape), attrs)}, {first: entries}))
 
-    with pytest.raises(NoVariableError, match="no part"):
-        join([])
-    with pytest.raises(NoVariableError, match="no variable is in all parts"):
-        join([grid(), grid(name="u")])
-    with pytest.raises(DimensionError, match=r"mask of .* is bool \(5, 4\)"):
-        join([GridPart(grid(), np.ones((5, 4), bool))])
-    with pytest.raises(DimensionError, match=r"mask of .* is int64 \(4, 5\)"):
-        join([GridPart(grid(), np.ones((4, 5), np.int64))])
-    with pytest.raises(DimensionError, match="keeps no cell"):
-        join([grid(), GridPart(grid(), np.zeros((4, 5), bool))])
-    with pytest.raises(DimensionError, match="different times"):
-        join([grid(), grid(start="2021-01-01")])
-    with pytest.raises(DimensionError, match="must be alike"):
-        join([grid(), open_store(xr.Dataset({"t": (("time", "lat", "lon"), np.zeros((4, 4, 5)))}))])
+
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    (lambda: [], NoVariableError, "no part"),
+    (lambda: [grid(), grid(name="u")], NoVariableError, "no variable is in all parts"),
+    (lambda: [GridPart(grid(), np.ones((5, 4), bool))], DimensionError, r"mask of .* is bool \(5, 4\)"),
+    (lambda: [GridPart(grid(), np.ones((4, 5), np.int64))], DimensionError, r"mask of .* is int64 \(4, 5\)"),
+    (lambda: [grid(), GridPart(grid(), np.zeros((4, 5), bool))], DimensionError, "keeps no cell"),
+    (lambda: [grid(), grid(start="2021-01-01")], DimensionError, "'time' is not the same.* entry 0 is 2020.* 2021"),
+    (lambda: [grid(), grid((4, 4, 5))], DimensionError, r"'t' has \{'time': 3\} beside space .* \{'time': 4\}"),
+    (lambda: [grid(names=list("abc")), grid(names=list("acb"))], DimensionError, "entry 1 is b in .* c in"),
+    (lambda: [grid(names=[1.0, 2, 3]), grid(names=[1.0, 2, 3.001])], DimensionError, "entry 2 is 3.0 in .* 3.001"),
+    (lambda: [grid(units="K"), grid(units="degC")], DecodeError, "'t' is in 'K' in .* 'degC'.*convert one"),
+]
+
+
+@pytest.mark.parametrize(("parts", "kind", "said"), REFUSED)
+def test_what_does_not_fit_is_refused(parts: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        join(parts())
+
+
+def test_levels_may_be_stored_in_another_dtype() -> None:
+    names = [0.1, 0.2, 0.3]
+    joined = join([grid(names=names), grid(names=np.array(names, np.float32))])
+    assert joined["t"].shape == (3, 40)
+
+
+def test_variables_can_be_chosen_where_others_do_not_fit() -> None:
+    one = xr.Dataset({"t": (("lat", "lon"), np.zeros((2, 3))), "s": (("soil", "lat", "lon"), np.zeros((2, 2, 3)))})
+    two = xr.Dataset({"t": (("lat", "lon"), np.ones((2, 3))), "s": (("soil", "lat", "lon"), np.zeros((4, 2, 3)))})
+    with pytest.raises(DimensionError, match=r"'s' has .*leave it out with variables="):
+        join([open_store(one), open_store(two)])
+    assert join([open_store(one), open_store(two)], variables=["t"])["t"].read().tolist() == [0] * 6 + [1] * 6
+
+
+def test_a_list_of_cells_and_a_grid() -> None:
+    """Of arrays along the cells of a part alone none is taken over; fields without time are joined, too."""
+    listed = xr.Dataset(
+        {"t": (("time", "cell"), np.zeros((2, 5))), "orog": ("cell", np.arange(5.0)), "area": ("cell", np.ones(5))}
+    )
+    plain = xr.Dataset({"t": (("time", "lat", "lon"), np.ones((2, 2, 3))), "orog": (("lat", "lon"), np.ones((2, 3)))})
+    joined = join([open_store(listed), open_store(plain)])
+    assert set(joined) == {"t", "orog"}
+    assert joined["t"].read().tolist() == [[0] * 5 + [1] * 6] * 2
+    assert joined["orog"].read().tolist() == [0, 1, 2, 3, 4, *[1] * 6]
+    found = find_grid(joined)
+    assert (set(found.variables), found.spatial) == ({"t", "orog"}, ("cell",))
+
+
+def test_a_grid_is_preferred_to_tables_of_cells() -> None:
+    tables = {f"x{at}": (("n", "cell"), np.zeros((2, 4))) for at in range(3)}
+    store = open_store(xr.Dataset({"t": (("time", "lat", "lon"), np.zeros((2, 3, 4))), **tables}))
+    assert find_grid(store).spatial == ("lat", "lon")
 
 
 def test_closing_closes_the_parts() -> None:
