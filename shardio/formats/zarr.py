@@ -88,16 +88,16 @@ def _own(
         if "" in arrays:
             arrays = {path.rpartition("/")[2] or "array": nodes[""]}
         checked = set[bytes]()
+        below, alike = f"{path}/" if path else "", Alike()
+        found: dict[str, Source | None] = {}
         for name, meta in arrays.items():
             check_key(name, store.url)
-            if not allow_pickle and stored_alike(meta) not in checked:
+            key = stored_alike(meta)
+            if not allow_pickle and key not in checked:
                 check_codecs({**meta, "attributes": None}, name, store.url)
-                checked.add(stored_alike(meta))
-        below, alike = f"{path}/" if path else "", Alike()
-        found: dict[str, Source | None] = {
-            name: zarr_chunks(store, path if nodes[""] is meta else below + name, name, meta, strict, alike)
-            for name, meta in arrays.items()
-        }
+                checked.add(key)
+            at = path if nodes[""] is meta else below + name
+            found[name] = zarr_chunks(store, at, name, meta, strict, alike, key)
     except ShardIOError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):  # the zarr library says what is wrong

@@ -32,11 +32,11 @@ V3_DTYPES = {"bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (
     "complex64",
     "complex128",
 }
-STORED = (
-    *("zarr_format", "dtype", "chunks", "order", "compressor", "filters", "dimension_separator"),
-    *("data_type", "chunk_grid", "chunk_key_encoding", "codecs", "storage_transformers"),
-)
-"""Metadata of version 2 and of version 3 that say how chunks are stored."""
+STORED = {
+    2: ("zarr_format", "dtype", "chunks", "order", "compressor", "filters", "dimension_separator"),
+    3: ("zarr_format", "data_type", "chunk_grid", "chunk_key_encoding", "codecs", "storage_transformers"),
+}
+"""Version -> metadata that say how chunks are stored."""
 Meta = Mapping[str, Any]
 
 
@@ -141,7 +141,7 @@ class ZarrChunks(ChunkedSource):
 
 
 def zarr_chunks(
-    store: ByteStore, path: str, name: str, meta: Meta, strict: bool, alike: Alike | None = None
+    store: ByteStore, path: str, name: str, meta: Meta, strict: bool, alike: Alike, key: bytes
 ) -> ZarrChunks | None:
     """The array that metadata describes; None if the zarr library must read it.
 
@@ -152,11 +152,12 @@ def zarr_chunks(
         meta: zarr.json, or .zarray with the content of .zattrs as "attributes".
         strict: an absent chunk is an error.
         alike: given to all arrays of a store, it saves time where they are stored alike.
+        key: `stored_alike` of the metadata.
 
     Raises KeyError, TypeError or ValueError if the metadata makes no sense.
     """
     shape = check_sizes(meta["shape"], "shape", name, store.url)
-    found = _found(meta, {} if alike is None else alike)
+    found = _found(meta, alike, key)
     if found is None:
         return None
     pipeline, shards, encoding, separator = found
@@ -200,12 +201,11 @@ Alike = dict[bytes, Found | None]
 
 
 def stored_alike(meta: Meta) -> bytes:
-    """The same for arrays that are stored in the same way."""
-    return marshal.dumps([meta.get(name) for name in STORED], 2)  # five times as fast as text
+    """The same for arrays that are stored in the same way. Raises KeyError if the version is not known."""
+    return marshal.dumps([meta.get(name) for name in STORED[meta["zarr_format"]]], 2)  # five times as fast as text
 
 
-def _found(meta: Meta, alike: Alike) -> Found | None:
-    key = stored_alike(meta)
+def _found(meta: Meta, alike: Alike, key: bytes) -> Found | None:
     found = alike.get(key)
     if found is None:
         found = _v2(meta) if meta["zarr_format"] == 2 else _v3(meta)
