@@ -41,7 +41,7 @@ def test_the_model_takes_the_faster(work: Work, read: str) -> None:
 
 
 def test_ranks_choose_alike_and_log_why(ranks, tmp_path):
-    """One gzip chunk for the whole grid is worth sharing; rows that only one rank needs are not."""
+    """Case R66: one gzip chunk for the whole grid is worth sharing; rows that only one rank needs are not."""
     group = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=3)
     values = np.random.default_rng(0).normal(size=(4, 512, 512)).astype("f4")
     for name, chunks in (("whole", (1, 512, 512)), ("rows", (1, 256, 512))):

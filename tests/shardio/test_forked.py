@@ -49,7 +49,7 @@ children = []
 for me in range(4):
     pid = os.fork()
     if not pid:
-        signal.alarm(30)
+        signal.alarm(10)
         code = 1
         try:
             child(me)
@@ -67,7 +67,7 @@ assert (reader.read(source, planned).numpy() == ROWS).all()
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_forked_processes_read_right_values_or_are_told(tmp_path: Path) -> None:
-    """With codecs of shardio's own, and with those of the zarr library (its event loop) and of HDF5 (its handle)."""
+    """Case R6, Case R7, Case R8: by codecs of shardio's, of the zarr library (an event loop) and of HDF5 (a handle)."""
     program = f"{PROGRAM}for kind in {KINDS}:\n{textwrap.indent(EACH, '    ')}\nprint('done')"
     command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)

@@ -79,7 +79,7 @@ EMPTIED = 720 + int(KEEP[:8].sum()) - 5
 @pytest.mark.parametrize("first", [0, 100, 720 - TENTH // 2, 720, EMPTIED, len(CELLS[0, 0]) - TENTH])
 @pytest.mark.parametrize(("fine", "coarse"), [((1, 2, 7, 24), (1, 2, 4, 9)), ((1, 2, 30, 24), (1, 2, 19, 36))])
 def test_a_tenth_takes_the_chunks_of_its_cells_once(first: int, fine: Any, coarse: Any) -> None:
-    """As a slice and as a list of numbers: the same chunks, and byte by byte the same values."""
+    """Case R2: as a slice and as a list of numbers, the same chunks, and byte by byte the same values."""
     counting, joined = both(fine, coarse)
     source = joined["t"]
     cells = list(range(first, first + TENTH))

@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,7 +113,7 @@ def test_two_dims_halo_wrap_and_index_against_numpy(data: st.DataObject) -> None
     [(np.arange(0, 360, 0.25), -2.5, 0.5, 357.5), (np.arange(-180, 180, 0.25), 179, 181, 179.0)],
 )
 def test_a_box_across_the_seam_is_whole_and_no_more(lon: np.ndarray, low: float, high: float, first: float) -> None:
-    """Every column holds its own degrees; two ranks, with a halo that goes on beyond the box and around."""
+    """Case R24: every column holds its degrees; two ranks, with a halo that goes on beyond the box and around."""
     counting = CountingStore(MemoryStore())
     group = zarr.open_group(counting, mode="w")
     stored = np.stack([lon, lon + 1000]).astype(np.float32)
@@ -170,7 +171,51 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert torch.equal(found, torch.from_numpy(VALUES).to(dtype))
 
 
+@pytest.mark.parametrize("kind", ["zarr", "hdf5"])
+def test_packed_int16_comes_in_the_dtype_asked_for(tmp_path: Path, kind: str) -> None:
+    """Case R20: scale 0.01 and offset 273.15, beside xarray, which makes float64 of them."""
+    stored = np.random.default_rng(0).integers(-5000, 5000, size=(9, 8)).astype(np.int16)
+    stored[4, 4] = -32767
+    attrs = {"scale_factor": 0.01, "add_offset": 273.15, "_FillValue": np.int16(-32767)}
+    data, path = xr.Dataset({"x": (("lat", "lon"), stored, attrs)}), tmp_path / "a"
+    data.to_zarr(path) if kind == "zarr" else data.to_netcdf(path, engine="h5netcdf")
+    with xr.open_dataset(path, engine="zarr" if kind == "zarr" else "h5netcdf") as dataset:
+        truth = dataset["x"].values
+    assert truth.dtype == np.float64
+    with open_store(path) as store:
+        source = store["x"]
+        planned = plan(Partition(()), source.layout)
+        assert source.dtype == np.int16
+        assert read(source, planned).dtype == torch.float32
+        for dtype, accuracy in ((torch.float32, 2e-7), (torch.float64, 1e-15)):
+            found = read(source, planned, dtype=dtype)
+            assert found.dtype == dtype
+            np.testing.assert_allclose(found.numpy(), truth, rtol=accuracy)
+
+
+@pytest.mark.parametrize("kind", ["zarr 2", "hdf5", "netcdf 3"])
+def test_big_endian_floats_come_native(tmp_path: Path, kind: str) -> None:
+    """Case R22: as numpy arrays that torch takes, and as tensors."""
+    values, path = np.random.default_rng(0).normal(size=(9, 8)).astype(">f4"), tmp_path / "a"
+    if kind == "zarr 2":
+        zarr.open_group(path, mode="w", zarr_format=2).create_array("x", data=values, chunks=(4, 3))
+    elif kind == "hdf5":
+        with h5py.File(path, "w") as file:
+            file.create_dataset("x", data=values, chunks=(4, 3), compression="gzip")
+    else:
+        xr.Dataset({"x": (("lat", "lon"), values)}).to_netcdf(path, engine="scipy", format="NETCDF3_CLASSIC")
+    with open_store(path) as store:
+        source = store["x"]
+        assert source.dtype.isnative
+        assert torch.from_numpy(source.read()).tolist() == values.tolist()
+        planned = plan(Partition((Cut(source.dims[0], "domain", (4, 5)),)), source.layout)
+        found = read(source, planned, 1)
+    assert found.dtype == torch.float32
+    assert found.tolist() == values[4:].tolist()
+
+
 def test_packed_big_endian_f_order_come_native_and_contiguous(tmp_path: Path) -> None:
+    """Case R23: a slab of rows of a version 2 array in F order."""
     stored = np.random.default_rng(0).integers(-1000, 1000, size=(9, 8)).astype(">i2")
     group = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=2)
     array = group.create_array("x", shape=(9, 8), dtype=">i2", chunks=(4, 3), order="F")

@@ -286,7 +286,7 @@ def test_source_chunks_are_decoded_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("chunking", [Chunking((4, 3)), Chunking((2, 3), (4, 6))])
 def test_no_two_parts_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunking: Chunking) -> None:
-    """Chunks of 5 rows copied to chunks (shards) of 4: written by source chunk, rows would be lost."""
+    """Case R37: two threads copy chunks of 5 rows to chunks (shards) of 4; by source chunk, rows would be lost."""
     values = np.arange(1, 20 * 6 + 1, dtype=np.int32).reshape(20, 6)
     zarr.open_group(tmp_path / "a.zarr", mode="w").create_array("x", data=values, chunks=(5, 6))
     monkeypatch.setattr(rechunking, "PART_BYTES", 1)  # parts as small as they can be

@@ -133,6 +133,15 @@ def test_what_is_taken_away_is_named(
     assert set(missing) == {what}, "nothing else is missing"
 
 
+def test_all_that_stormcast_lacks_is_told_at_once(tmp_path: Path) -> None:
+    """Case R35: no channel names, metadata in many files, no statistics and no invariants."""
+    data = stormcast().drop_vars(["channel", "orog", "lsm"])
+    code, output = run("validate", write(data, tmp_path / "a.zarr", zarr_format=2, consolidated=False))
+    assert code == 1
+    missing = [line.split()[1] for line in output.splitlines() if line.startswith("MISSING")]
+    assert missing == ["channels:", "metadata:", "statistics:", "invariants:"]
+
+
 @pytest.mark.parametrize("version", [2, 3])
 def test_metadata_that_are_not_consolidated(version: int, tmp_path: Path) -> None:
     path = write(stormcast(), tmp_path / "a.zarr", zarr_format=version, consolidated=False)

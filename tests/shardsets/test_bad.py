@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from numcodecs import Zlib
 
 from shardio import ShardIOError
 from shardio.errors import CorruptChunkError, MissingChunkError, ReadError
@@ -47,7 +48,7 @@ def test_raises_by_default(damaged):
     ("variable", "row", "kind"), [("u", MISSING, MissingChunkError), ("t", CORRUPT, CorruptChunkError)]
 )
 def test_all_ranks_stop_at_the_step_and_name_rank_sample_and_chunk(ranks, damaged, variable, row, kind, read):
-    """The chunk of u lies in the second rank's rows alone; reading together, any rank may be the one that reads it."""
+    """Case R5: u's lost file lies in the second rank's rows alone; reading together, any rank may be who reads it."""
 
     def check(mesh):
         options = {"variables": [variable], "target_steps": 0, "partition": (5, 6), "read": read}
@@ -67,7 +68,7 @@ def test_all_ranks_stop_at_the_step_and_name_rank_sample_and_chunk(ranks, damage
         assert f"the step of samples [{row}] in epoch 0" in told
         assert "rank 1" in told or (read, variable) != ("own", "u")
         assert "rank " in told
-        assert f"'{variable}" in told
+        assert ("'u/3.1.0'" if variable == "u" else "'t'") in told
         assert str(damaged) in told
 
 
@@ -168,6 +169,61 @@ def test_ranks_fill_alike(ranks, damaged, truth, read):
     told = ranks.run(check, mesh=(2,))
     assert told[0] == told[1]
     assert sorted(told[0]) == [(3, "missing", 0), (3, "missing", 1), (7, "corrupt", 0), (7, "corrupt", 1)]
+
+
+@pytest.fixture(params=["zarr", "hdf5"])
+def flipped(request, globe, tmp_path) -> tuple[str, str]:
+    """A store of u, deflated, with eight bytes of the chunk at time 5 flipped, and what an error calls that chunk."""
+    data, chunks = globe[["u"]], (1, 11, 8)
+    if request.param == "zarr":
+        path, chunk = tmp_path / "a.zarr", "'u/5.0.0'"
+        data.to_zarr(path, zarr_format=2, encoding={"u": {"chunks": chunks, "compressors": Zlib()}})
+        file, start, size = path / "u/5.0.0", 0, (path / "u/5.0.0").stat().st_size
+    else:
+        file = path = tmp_path / "a.nc"
+        chunk = "chunk (5, 0, 0) of 'u'"
+        data.to_netcdf(path, engine="h5netcdf", encoding={"u": {"chunksizes": chunks, "zlib": True}})
+        with h5py.File(path) as opened:
+            stored = opened["u"].id.get_chunk_info_by_coord((5, 0, 0))
+        start, size = stored.byte_offset, stored.size
+    content = bytearray(file.read_bytes())
+    middle = start + size // 2
+    content[middle : middle + 8] = bytes(byte ^ 0xFF for byte in content[middle : middle + 8])
+    file.write_bytes(content)
+    return str(path), chunk
+
+
+@pytest.mark.parametrize("read", ["own", "collective"])
+def test_flipped_bytes_of_a_chunk(ranks, flipped, truth, read):
+    """Case R38: raised, skipped or filled by both ranks at the same step, and told with file and chunk."""
+    path, chunk = flipped
+
+    def check(mesh):
+        told = []
+        with DomainDataLoader(path, mesh, target_steps=0, read=read) as loader:
+            batches = iter(loader)
+            assert [int(next(batches)["index"]) for _ in range(5)] == [0, 1, 2, 3, 4]
+            with pytest.raises((CorruptChunkError, BatchError)) as caught:
+                next(batches)
+            told.append(str(caught.value))
+        for on_bad, rows in (("skip", [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]), ("fill", list(range(12)))):
+            with DomainDataLoader(path, mesh, target_steps=0, read=read, on_bad=on_bad) as loader:
+                found = {int(batch["index"]): batch["input"].full_tensor()[0, 0] for batch in loader}
+                report = loader.report()
+            assert list(found) == rows
+            for row in {*rows} - {5}:
+                assert torch.equal(found[row], torch.from_numpy(truth[row, 3]))
+            assert on_bad == "skip" or found[5].isnan().all()
+            because = report.skipped[0].because if on_bad == "skip" else report.filled
+            assert {(bad.samples, bad.reason) for bad in because} == {((5,), "corrupt")}
+            told += [bad.error for bad in because]
+        return told
+
+    one, other = ranks.run(check, mesh=(2,))
+    assert one[1:] == other[1:]
+    for text in {*one, *other}:
+        assert path in text
+        assert chunk in text
 
 
 def _forbid(loader: DomainDataLoader, row: int) -> None:

@@ -38,6 +38,7 @@ print("done")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_process_is_told(store):
+    """Case R6: the parent has read a batch on its threads; the child is refused, in that iteration and in a new one."""
     program = "import shardio.team; shardio.team.usable_cores = lambda: 2\n" + PROGRAM  # or it reads without threads
     command = [sys.executable, "-W", "ignore", "-c", program, str(store), "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from numcodecs import BZ2
 
 from shardio import open_store
 from shardio.statistics import compute
@@ -32,6 +33,17 @@ def _sharded(data: xr.Dataset, folder: Path) -> Path:
 
 def _netcdf4(data: xr.Dataset, folder: Path) -> Path:
     encoding = {name: {"chunksizes": chunks, "zlib": True} for name, chunks in CHUNKS.items() if name in data}
+    data.to_netcdf(folder / "a.nc", engine="h5netcdf", encoding=encoding)
+    return folder / "a.nc"
+
+
+def _zarr_library(data: xr.Dataset, folder: Path) -> Path:
+    return _zarr(data, folder, zarr_format=2, encoding={name: {"compressors": BZ2()} for name in CHUNKS})
+
+
+def _hdf5_library(data: xr.Dataset, folder: Path) -> Path:
+    bits = dict(pytest.importorskip("hdf5plugin").Bitshuffle())
+    encoding = {name: {"chunksizes": chunks, **bits} for name, chunks in CHUNKS.items()}
     data.to_netcdf(folder / "a.nc", engine="h5netcdf", encoding=encoding)
     return folder / "a.nc"
 
@@ -61,20 +73,25 @@ WRITERS: dict[str, Callable[[xr.Dataset, Path], Path]] = {
     "zarr 2": lambda data, folder: _zarr(data, folder, zarr_format=2),
     "zarr 3": lambda data, folder: _zarr(data, folder, zarr_format=3),
     "zarr 3, shards": _sharded,
+    "zarr 2, the library's codec": _zarr_library,
     "netcdf 4": _netcdf4,
+    "netcdf 4, the library's filter": _hdf5_library,
     "netcdf 3": _netcdf3,
     "references": _references,
     "icechunk": _icechunk,
+    "xarray": _netcdf3,
 }
 
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_two_ranks_read_what_is_stored(ranks, globe, truth, tmp_path, name):
+    """Case R42: each reader, those of the formats' own libraries too, and a dataset that xarray has opened."""
     path = WRITERS[name](globe, tmp_path)
 
     def check(mesh):
+        source = xr.open_dataset(path, engine="scipy", chunks={"time": 1}) if name == "xarray" else str(path)
         for read in ("own", "collective"):
-            loader = DomainDataLoader(str(path), mesh, variables=["t", "u"], read=read, halo=1)
+            loader = DomainDataLoader(source, mesh, variables=["t", "u"], read=read, halo=1)
             seen = []
             for batch in loader:
                 seen.append(int(batch["index"]))
@@ -117,6 +134,7 @@ def test_statistics_of_all_channels_together_are_refused(globe, tmp_path):
 
 
 def test_two_ranks_read_a_real_grib(ranks, shared_data):
+    """Case R42: GRIB."""
     pytest.importorskip("cfgrib")
     path = str(shared_data / "weather-series/era5-2mt-2019-03-uk.grib")
     with xr.open_dataset(path, engine="cfgrib", backend_kwargs={"indexpath": ""}) as dataset:

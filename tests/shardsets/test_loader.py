@@ -11,6 +11,7 @@ import torch
 import xarray as xr
 
 from shardio import ShardIOError, open_store
+from shardio.errors import TimeAxisError
 from shardio.statistics import Statistics, compute
 from shardsets import BatchError, DomainDataLoader, GridSamples, NotANumberError, SampleError, SampleSet
 from shardsets.statistics import given_statistics
@@ -256,6 +257,8 @@ def test_closes_only_what_it_opened(store):
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_resumes_exactly(store, prefetch):
+    """Case R4, Case R13: after each number of batches, 0 and all among them, and a second time in the same epoch."""
+
     def ids(loader, batches=None):
         found = []
         for batch in loader:
@@ -377,6 +380,23 @@ def test_an_irregular_time_axis_is_refused_with_its_place(store):
     with pytest.raises(ValueError, match="position 6"):
         DomainDataLoader(data.assign_coords(time=times))
     assert len(DomainDataLoader(data.assign_coords(time=times), time=slice(None, 7))) == 6
+
+
+@pytest.mark.filterwarnings("ignore:Times can't be serialized faithfully")
+def test_times_appended_in_another_unit_are_refused(ranks, store, tmp_path):
+    """Case R18: one row is written in days, so 6, 12 and 18 hours are appended as 6, 12 and 18, and 24 as 1."""
+    data, path = xr.open_zarr(store)[["u"]].load().drop_encoding(), str(tmp_path / "a.zarr")
+    data[{"time": slice(1)}].to_zarr(path, zarr_format=2)
+    for row in range(1, 5):
+        data[{"time": slice(row, row + 1)}].to_zarr(path, append_dim="time")
+    with open_store(path) as appended:
+        assert appended["time"].read().tolist() == [0, 6, 12, 18, 1]
+
+    def check(mesh):
+        with pytest.raises(TimeAxisError, match="does not increase: position 3 is 2020-01-19T00:00:00, position 4 is"):
+            DomainDataLoader(path, mesh)
+
+    ranks.run(check, mesh=(2,))
 
 
 def test_reading_ahead_is_bounded_and_stops(store):

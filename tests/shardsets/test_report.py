@@ -83,6 +83,29 @@ def test_chunks_of_several_times_are_decoded_once_while_they_are_kept(slow_chunk
     plain.close()
 
 
+def test_gzip_chunks_of_8_times_are_decoded_once(ranks, tmp_path):
+    """Case R12: a rank takes 1 or 7 of 8 rows, 16 times; a cache smaller than a chunk decodes each chunk once."""
+    values = np.random.default_rng(0).normal(size=(16, 8, 16)).astype("f4")
+    data, path = xr.Dataset({"u": (("time", "lat", "lon"), values)}), str(tmp_path / "a.nc")
+    data.to_netcdf(path, engine="h5netcdf", encoding={"u": {"chunksizes": (8, 8, 16), "zlib": True}})
+    chunk = 8 * 8 * 16 * 4
+
+    def decoded(mesh, **options):
+        options = {"partition": (1, 7), "target_steps": 0, "read": "own", **options}
+        with DomainDataLoader(path, mesh, **options) as loader:
+            for batch in loader:
+                at = int(batch["index"]) + (options.get("time") or (0,))[0]
+                assert torch.equal(batch["input"].full_tensor()[0, 0], torch.from_numpy(values[at]))
+            return loader.report().bytes_decoded
+
+    def check(mesh):
+        assert decoded(mesh, cache_bytes=chunk * 7 // 8) == 2 * chunk
+        assert decoded(mesh, cache_bytes=0) == 16 * chunk
+        assert sum(decoded(mesh, time=(at, at + 1)) for at in range(16)) == 16 * chunk
+
+    ranks.run(check, mesh=(2,))
+
+
 def test_the_cache_stays_in_its_budget(slow_chunks, truth):
     budget = 5 * CELLS
     loader = DomainDataLoader(slow_chunks, shuffle=True, seed=2, cache_bytes=budget, read="own")

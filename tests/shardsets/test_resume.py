@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -78,6 +79,29 @@ def test_fuzz_of_the_loader_over_kills(store, drop_last):
             assert len(indices) == 12 if not drop_last else len(indices) > 12 - 3
         else:
             assert len(indices) == state["consumed"]
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_one_loader_is_taken_back_many_times(store, prefetch):
+    """Case R13: one loader, which has read ahead; back to batch 0, the middle, the last and the end, 3 times each."""
+
+    def rest(batches):
+        return [int(batch["index"]) for batch in batches]
+
+    loader = DomainDataLoader(store, shuffle=True, seed=3, prefetch=prefetch)
+    states, whole = [loader.state_dict()], []
+    for batch in loader:
+        whole.append(int(batch["index"]))
+        states.append(loader.state_dict())
+    after = rest(loader)
+    assert sorted(whole) == sorted(after) == list(range(11))
+    for done in (0, 5, 10, 11, 5):
+        for _ in range(2):
+            loader.load_state_dict(states[done])
+            assert [int(batch["index"]) for batch in islice(loader, 2)] == whole[done:][:2]
+        loader.load_state_dict(states[done])
+        assert rest(loader) == whole[done:]
+        assert rest(loader) == after
 
 
 def _some(mesh, store, state, count, options):

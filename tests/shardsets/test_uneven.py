@@ -49,7 +49,7 @@ def slab(mesh: DeviceMesh, path: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_721_rows(eight: Ranks, tmp_path: Path, size: int) -> None:
-    """Case R40. No rank decodes more than the chunks of 16 rows under its own; input and target are two times."""
+    """Case R40: no rank decodes more than the chunks of 16 rows under its own; input and target are two times."""
     found = eight.run(slab, write(tmp_path / "a.zarr", 3, ROWS, 16), mesh=(size,))
     assert sum(rows for rows, _ in found) == ROWS
     for rows, decoded in found:
@@ -66,7 +66,7 @@ def ids(mesh: DeviceMesh, path: str, drop_last: bool) -> list[list[int]]:
 
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_145_samples_in_batches_of_16_on_3_ranks(ranks: Ranks, tmp_path: Path, drop_last: bool) -> None:
-    """Cases R9 and R32. Every rank has as many batches, and no sample comes twice where none is needed to fill up."""
+    """Case R9, Case R32: every rank has as many batches; no sample comes twice but the two that fill the last step."""
     found = ranks.run(ids, write(tmp_path / "a.zarr", 146, 3, 3), drop_last, mesh=(3,))
     assert {len(batches) for batches in found} == {3 if drop_last else 4}
     seen = [sample for batches in found for batch in batches for sample in batch]
@@ -74,3 +74,4 @@ def test_145_samples_in_batches_of_16_on_3_ranks(ranks: Ranks, tmp_path: Path, d
         assert len(seen) == len(set(seen)) == 144
     else:
         assert set(seen) == set(range(145))
+        assert len(seen) == 147

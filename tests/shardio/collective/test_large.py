@@ -1,4 +1,4 @@
-"""Payloads beyond what 32 bits count (case R66)."""
+"""Payloads beyond what 32 bits count."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def memory() -> int:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["shared memory", "between machines"])
 def test_more_than_two_gib_go_from_one_rank_to_another(ranks: Ranks, store: str, apart: bool) -> None:
+    """Case R66: one chunk whose bytes 31 bits cannot count; every value is right, and one rank has decoded it."""
     if memory() < NEEDED or shutil.disk_usage("/dev/shm").free < SIZE + (64 << 20):
         pytest.skip(f"needs {NEEDED >> 30} GiB of free memory")
     found = ranks.run(whole, store, apart, mesh=(2,))

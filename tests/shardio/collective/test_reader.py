@@ -185,7 +185,7 @@ def test_between_machines(ranks, tmp_path, layout, nodes):
 
 
 def test_the_store_gives_every_chunk_once(ranks, tmp_path):
-    """Four ranks and chunks that hold the whole grid: each is fetched once, not four times."""
+    """Case R1: four ranks, and chunks that hold the whole grid; each is fetched and decoded once, not four times."""
     path = write(tmp_path, "one chunk")
 
     def gets(mesh):
@@ -201,13 +201,16 @@ def test_the_store_gives_every_chunk_once(ranks, tmp_path):
             counting.reset()
             reader.read_all(made)
         group.close()
-        return dict(counting.gets)
+        return dict(counting.gets), reader.stats.bytes_fetched
 
     counted: dict[str, int] = {}
-    for one in ranks.run(gets, mesh=(4,)):
+    decoded = 0
+    for one, nbytes in ranks.run(gets, mesh=(4,)):
+        decoded += nbytes
         for key, times in one.items():
             counted[key] = counted.get(key, 0) + times
     assert counted == {"t/c/3/0/0/0": 1, "t/c/4/0/0/0": 1, "p/c/3/0/0": 1, "p/c/4/0/0": 1}
+    assert decoded == needed_once(path, [[3], [4]])
 
 
 def errors(mesh: DeviceMesh, path: str, nodes: tuple[str, ...] | None) -> list[str]:

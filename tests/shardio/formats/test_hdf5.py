@@ -217,6 +217,7 @@ def write_two_years(folder: Path) -> None:
 
 
 def test_virtual_dataset_with_a_source_gone(tmp_path: Path) -> None:
+    """Case R17: of two files one is removed; its rows are an error that names it, or the fill value on request."""
     write_two_years(tmp_path)
     with open_store(tmp_path / "all.h5") as store:
         assert store["x"].read()[:, 0].tolist() == [0, 0, 1, 1]
@@ -280,6 +281,7 @@ def write_with_filter(path: Path, number: int) -> None:
 
 
 def test_missing_filter_is_named_when_opening(tmp_path: Path) -> None:
+    """Case R28: a filter that no plugin has registered, by number and name, before anything is read."""
     write_with_filter(tmp_path / "a.h5", 31999)
     with pytest.raises(MissingFilterError, match=r"'x' in .*a\.h5 is stored through filter 31999 \(mystery\)"):
         open_store(tmp_path / "a.h5")
@@ -317,6 +319,7 @@ def test_remote_through_fsspec(tmp_path: Path) -> None:
 
 
 def test_locked_by_a_writer(tmp_path: Path) -> None:
+    """Case R27: another process holds the file open for writing; reading takes no lock."""
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:
         file["x"] = np.arange(3.0)

@@ -125,7 +125,7 @@ def test_chunks_of_a_slow_server_are_fetched_at_once_and_drops_survived(zarrs: A
 
 
 def test_fifty_stores_open_at_a_server_that_limits_requests(zarrs: Any, proxied: Proxied) -> None:
-    """One that answers 429 to more than 3 requests at once: all open, and hold the right values."""
+    """Case R61: 429 is the answer to more than 3 requests at once; all open, and hold the right values."""
     proxy = proxied(zarrs.url)
     proxy.delay = 0.005
     refused: list[int] = []
