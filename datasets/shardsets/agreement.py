@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
+from shardio.collective.group import machine
+from shardio.collective.segment import Lifeline
 from shardsets.errors import BatchError
 from shardtensor import CollectiveError, RankDisagreementError
 from shardtensor.comm import gather_facts, largest
@@ -15,6 +21,9 @@ __all__ = ["Agreement"]
 
 T = TypeVar("T")
 
+PATIENCE_S = 1.0
+"""How long after an exchange has failed a rank that ended may take to be seen."""
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -22,9 +31,53 @@ class Agreement:
 
     Attributes:
         mesh: the ranks; None for one process.
+        lifeline: shows which of those on this machine have ended; None where that is not watched.
     """
 
     mesh: DeviceMesh | None
+    lifeline: Lifeline | None = None
+
+    @classmethod
+    def watching(cls, mesh: DeviceMesh | None) -> Self:
+        """One that names ranks of this machine that have ended when an exchange with them fails; until `close`."""
+        alone = cls(mesh)
+        if mesh is None or mesh.size() == 1:
+            return alone
+        lifeline = Lifeline(f"shardsets-{uuid.uuid4().hex}", 1)
+        said = alone.facts((machine(), lifeline.path))
+        here, _ = said[alone.rank]
+        lifeline.watch({rank: Path(path) for rank, (at, path) in said.items() if at == here and rank != alone.rank})
+        alone.facts(None)  # all have opened the files
+        lifeline.hide()
+        return cls(mesh, lifeline)
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Where an exchange fails inside, say which ranks have ended, if any is seen."""
+        try:
+            yield
+        except CollectiveError as failed:
+            ended = self._ended()
+            if not ended:
+                raise
+            verb = "has" if len(ended) == 1 else "have"
+            raise CollectiveError(
+                f"{_names(ended)} {verb} ended (killed, out of memory, or left the program): {failed}"
+            ) from failed
+
+    def _ended(self) -> list[int]:
+        deadline = time.monotonic() + PATIENCE_S
+        while self.lifeline is not None:
+            ended = self.lifeline.ended()
+            if ended or time.monotonic() > deadline:
+                return ended
+            time.sleep(0.01)
+        return []
+
+    def close(self) -> None:
+        """Watch no more; for the others, this rank has ended."""
+        if self.lifeline is not None:
+            self.lifeline.close()
 
     @property
     def rank(self) -> int:
@@ -33,13 +86,17 @@ class Agreement:
 
     def worst(self, grade: int) -> int:
         """The largest grade of any rank."""
-        return grade if self.mesh is None else largest(grade, self.mesh)
+        if self.mesh is None:
+            return grade
+        with self.naming():
+            return largest(grade, self.mesh)
 
     def facts(self, value: T) -> dict[int, T]:
         """The picklable value of every rank, by rank."""
         if self.mesh is None:
             return {0: value}
-        return {int(self.mesh.mesh[at].item()): said for at, said in gather_facts(value, self.mesh).items()}
+        with self.naming():
+            return {int(self.mesh.mesh[at].item()): said for at, said in gather_facts(value, self.mesh).items()}
 
     def together(self, what: str, step: Callable[[], T]) -> T:
         """Do a step on every rank; if it fails on any, raise on all.

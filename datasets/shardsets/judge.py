@@ -76,7 +76,8 @@ class Judge:
             return batch.nonfinite
         mine = torch.cat([batch.nonfinite[name].flatten() for name in FIELDS]) * int(self.here.counted)
         sizes = [batch.nonfinite[name].numel() for name in FIELDS]
-        parts = torch.tensor(totals(mine.tolist(), self.here.domain)).split(sizes)
+        with self.ranks.naming():
+            parts = torch.tensor(totals(mine.tolist(), self.here.domain)).split(sizes)
         return {name: part.view_as(batch.nonfinite[name]) for name, part in zip(FIELDS, parts, strict=True)}
 
     def _agreed(self, error: Exception | None, bad: Sequence[BadData], epoch: int, samples: Sequence[int]) -> bool:

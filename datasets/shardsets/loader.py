@@ -126,7 +126,7 @@ class DomainDataLoader:
         self.prefetch = prefetch
         self._owns_samples = not isinstance(source, SampleSet)
         self.device = torch.device(device or ("cpu" if mesh is None else mesh.device_type))
-        self._ranks = Agreement(mesh)
+        self._ranks = Agreement.watching(mesh)
 
         def prepare() -> None:
             check_not_negative(prefetch=prefetch, cache_bytes=cache_bytes, timeout=timeout)
@@ -297,6 +297,7 @@ class DomainDataLoader:
         self._reader.close()
         if self._group is not None:
             self._group.close()
+        self._ranks.close()
         if self._owns_samples:
             self.samples.close()
 

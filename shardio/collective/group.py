@@ -99,7 +99,7 @@ class Group:
         me = ranks.index(dist.get_rank())
         own = uuid.uuid4().hex
         lifeline = Lifeline(f"shardio-{own}", BYTES)
-        met = _in_order(gather_facts((part, node or _machine(), own, str(lifeline.path)), mesh))
+        met = _in_order(gather_facts((part, node or machine(), own, str(lifeline.path)), mesh))
         names = [said[1] for said in met]
         sees = lifeline.watch({at: Path(said[3]) for at, said in enumerate(met) if said[1] == names[me] and at != me})
         seeing = _in_order(gather_facts(sees, mesh))
@@ -255,7 +255,7 @@ def _in_order(facts: dict[tuple[int, ...], T]) -> list[T]:
     return [facts[coordinate] for coordinate in sorted(facts)]
 
 
-def _machine() -> str:
+def machine() -> str:
     """Name of this machine; another one after each start of it."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"

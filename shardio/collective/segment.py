@@ -150,6 +150,11 @@ class Lifeline:
     def close(self) -> None:
         """Count as ended."""
         self.hide()
-        for descriptor in (self.own, *self.others.values()):
+        descriptors = (*([] if self.own < 0 else [self.own]), *self.others.values())
+        self.own, self.others = -1, {}
+        for descriptor in descriptors:
             os.close(descriptor)
-        self.others = {}
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # of a loader that nobody closed; or the interpreter ends
+            self.close()

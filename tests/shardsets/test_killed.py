@@ -40,6 +40,7 @@ def _until_it_ends(mesh, store, read, moment):
     fatal_step = 3 if victim and moment == "between" else -1
     with pytest.raises(ERRORS) as caught:
         _for_ever(loader, fatal_step)
+    assert re.search(r"\brank 1 has ended \(killed", str(caught.value)), str(caught.value)
     (note,) = caught.value.__notes__
     step = r"in the step of samples \[(\d+)\] in epoch \d+, rank [02]"
     found = re.fullmatch(rf"{step}: sample \1 of {re.escape(store)} \(times .*\)", note)
