@@ -221,12 +221,15 @@ def decoded(source: Source) -> Array:
 
 
 def horizontal(store: Store, grid: Grid, role: str) -> Source | None:
-    """Latitude ("y") or longitude ("x") in degrees: an array on the grid or along one of its dims; None without one."""
+    """Latitude ("y") or longitude ("x"), by attributes or name: an array on the grid or along one of its dims."""
     for source in store.values():
         on_grid = set(source.dims) <= set(grid.spatial) and source.shape == tuple(map(grid.sizes.get, source.dims))
         if source.dims and on_grid and degrees(source) == role:
             return source
-    return None
+    names = {"y": ("lat", "latitude"), "x": ("lon", "longitude")}[role]
+    dim = next((dim for dim in grid.spatial if dim.lower() in names), None)
+    found = None if dim is None else coordinate(store, dim, grid.sizes[dim])
+    return found if found is not None and found.dtype.kind in "iuf" else None
 
 
 def _global(source: Source, values: Array) -> bool:

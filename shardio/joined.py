@@ -7,16 +7,15 @@ grid is read, nor chunks that a mask empties.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import xarray as xr
 
-from shardio.box import Box, Span, shape_of
+from shardio.box import Box, Span, shape_of, slices
 from shardio.cf import Grid, decoded, find_grid, horizontal
 from shardio.codecs.base import Counted, Share, in_turn, scratch
 from shardio.decode import Decode
@@ -24,7 +23,8 @@ from shardio.errors import DecodeError, DimensionError, NoVariableError
 from shardio.formats.xarray import XarraySource
 from shardio.labels import labels
 from shardio.roles import coordinate
-from shardio.source import Source, Store
+from shardio.source import Source, Store, open_store
+from shardio.tasks import MAX_BYTES
 from shardio.times import decode_times
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -119,28 +119,55 @@ class Field:
 
     @cached_property
     def unit(self) -> tuple[int, ...]:
-        """Extent along the spatial dims of what is read at once: a chunk, or rows of about ROWS_BYTES."""
-        if not self.source.partial:
-            return tuple(self.source.chunks[at] for at in self.axes)
+        """Extent along the spatial dims of what is read at once: a chunk; of one in one piece, about ROWS_BYTES."""
+        chunks = tuple(self.source.chunks[at] for at in self.axes)
+        if not self.source.partial or any(map(int.__lt__, chunks, self.cells.shape)):
+            return chunks
         across = self.cells.shape[1:]
         row = max(1, math.prod(across) * self.source.dtype.itemsize)
         return (max(1, ROWS_BYTES // row), *across)
 
-    def read(self, leading: Sequence[Span], cells: Span, out: Array, decode: bool, share: Share) -> Counted:
+    @property
+    def depth(self) -> int:
+        """How many joined arrays lie below."""
+        return self.source.depth if isinstance(self.source, JoinedSource) else 0
+
+    def read(self, leading: Box, cells: Span, out: Array, decode: bool, share: Share) -> Counted:
         """Put cells into `out` [..., cell], as stored or decoded."""
-        source, counted = self.source, Counted()
+        counted = Counted()
         for piece in self.cells.pieces(*cells, self.unit):
-            spans, space = iter(leading), dict(zip(self.axes, piece.box, strict=True))
-            box = tuple(space[at] if at in space else next(spans) for at in range(len(source.dims)))
-            shape = shape_of(box)
-            stored = scratch("joined", math.prod(shape) * source.dtype.itemsize).view(source.dtype).reshape(shape)
-            counted += source.read_counted(box, stored, share)
-            if decode:
-                values = np.empty(shape, out.dtype)
-                source.decode.apply(stored, values)
-                stored = values
-            last = np.moveaxis(stored, self.axes, range(-len(self.axes), 0))
-            out[..., piece.places] = last.reshape(*last.shape[: -len(self.axes)], -1)[..., piece.cells]
+            nbytes = math.prod(shape_of(piece.box)) * self.source.dtype.itemsize
+            for part in self._parts(leading, nbytes):
+                place = tuple(Span(a - b.start, z - b.start) for (a, z), b in zip(part, leading, strict=True))
+                counted += self._read(part, piece, out[slices(place)], decode, share)
+        return counted
+
+    def _parts(self, leading: Box, nbytes: int) -> Iterator[Box]:
+        """A box of the other dims in parts that end between chunks, each of about MAX_BYTES if one is of `nbytes`."""
+        units = [-(-stop // size) - start // size for (start, stop), size in zip(leading, self.alone, strict=True)]
+        at = max(range(len(units)), key=units.__getitem__, default=0)
+        if math.prod(shape_of(leading)) * nbytes <= MAX_BYTES or not units or units[at] < 2:
+            yield leading
+            return
+        (start, stop), size = leading[at], self.alone[at]
+        middle = (start // size + units[at] // 2) * size
+        for half in (Span(start, middle), Span(middle, stop)):
+            yield from self._parts((*leading[:at], half, *leading[at + 1 :]), nbytes)
+
+    def _read(self, leading: Box, piece: Piece, out: Array, decode: bool, share: Share) -> Counted:
+        source = self.source
+        spans, space = iter(leading), dict(zip(self.axes, piece.box, strict=True))
+        box = tuple(space[at] if at in space else next(spans) for at in range(len(source.dims)))
+        shape = shape_of(box)
+        held = scratch(f"joined {self.depth}", math.prod(shape) * source.dtype.itemsize)
+        stored = held.view(source.dtype).reshape(shape)
+        counted = source.read_counted(box, stored, share)
+        if decode:
+            values = np.empty(shape, out.dtype)
+            source.decode.apply(stored, values)
+            stored = values
+        last = np.moveaxis(stored, self.axes, range(-len(self.axes), 0))
+        out[..., piece.places] = last.reshape(*last.shape[: -len(self.axes)], -1)[..., piece.cells]
         return counted
 
 
@@ -175,6 +202,11 @@ class JoinedSource(Source):
         )
 
     @property
+    def depth(self) -> int:
+        """How many joined arrays lie one in the other, this one counted."""
+        return 1 + max(field.depth for field in self._fields)
+
+    @property
     def requests(self) -> int:
         """See Source.requests."""
         return max(field.source.requests for field in self._fields)
@@ -194,14 +226,14 @@ class JoinedSource(Source):
         counted, first = Counted(), 0
         for field in self._fields:
             here = Span(*(min(max(at - first, 0), field.cells.count) for at in wanted))
-            if here.size:
+            if here.size and out.size:
                 place = out[..., first + here.start - wanted.start : first + here.stop - wanted.start]
-                counted += field.read(leading, here, place, self._decoded, share)
+                counted += field.read(tuple(leading), here, place, self._decoded, share)
             first += field.cells.count
         return counted
 
 
-def join(parts: Sequence[Store | GridPart], *, variables: Sequence[str] | None = None) -> Store:
+def join(parts: Sequence[Any], *, variables: Sequence[str] | None = None) -> Store:
     """Join grids to one list of cells, each grid row by row, one after the other.
 
     The store that comes of it is read like any other: `find_grid`, `plan` and `DomainDataLoader` know its dim "cell".
@@ -211,7 +243,8 @@ def join(parts: Sequence[Store | GridPart], *, variables: Sequence[str] | None =
     different dtypes come decoded as float32, or float64 if one has 8-byte values.
 
     Args:
-        parts: opened stores, or `GridPart` where a mask chooses cells. Closing the joined store closes them.
+        parts: stores (opened, or what `open_store` takes), or `GridPart` where a mask chooses cells. Closing the joined
+            store closes them.
         variables: names of those wanted; by default all that lie on every part's grid.
 
     Raises:
@@ -219,8 +252,11 @@ def join(parts: Sequence[Store | GridPart], *, variables: Sequence[str] | None =
         DimensionError: a mask is not of its grid's shape or keeps nothing; the parts differ in the dims beside space,
             or in times, levels or names along them.
         DecodeError: they state different units.
+        TypeError: `parts` is no list.
     """
-    given = [part if isinstance(part, GridPart) else GridPart(part) for part in parts]
+    if not isinstance(parts, (list, tuple)):
+        raise TypeError(f"join takes a list of stores, but was given a {type(parts).__name__}")
+    given = [part if isinstance(part, GridPart) else GridPart(open_store(part)) for part in parts]
     if not given:
         raise NoVariableError("there is nothing to join: no part was given")
     grids = [find_grid(part.store, variables=variables, spatial=part.spatial) for part in given]
@@ -238,14 +274,9 @@ def join(parts: Sequence[Store | GridPart], *, variables: Sequence[str] | None =
         _check_alike(name, given, fields)
         sources[name] = JoinedSource(name, fields)
     sizes = {dim: size for source in sources.values() for dim, size in _sizes(source).items() if dim != CELL}
-    for one, other in pairwise(given):
-        for dim, size in sizes.items():
-            _check_entries(dim, size, one.store, other.store)
-    along = {
-        name: source
-        for name, source in given[0].store.items()
-        if source.dims and _sizes(source).items() <= sizes.items()
-    }
+    for dim, size in sizes.items():
+        _check_entries(dim, size, [part.store for part in given])
+    along = {name: source for name, source in given[0].store.items() if _lies_along(source, sizes)}
     places = _places(given, grids, cells)
     closers = tuple(part.store.close for part in given)
     return Store(url, {**along, **places, **sources}, {}, "joined", closers, frozenset((*along, *places)))
@@ -255,7 +286,10 @@ def _cells(part: GridPart, grid: Grid) -> Cells:
     shape = tuple(grid.sizes[dim] for dim in grid.spatial)
     if part.keep is None:
         return Cells(shape, None)
-    keep = np.asarray(part.keep)
+    keep: Any = part.keep
+    if isinstance(keep, xr.DataArray) and set(keep.dims) == set(grid.spatial):
+        keep = keep.transpose(*grid.spatial)
+    keep = np.asarray(keep)
     if keep.shape != shape or keep.dtype != np.bool_:
         raise DimensionError(
             f"the mask of {part.store.url} is {keep.dtype} {keep.shape}, but its grid is {grid.spatial} {shape}; "
@@ -268,51 +302,65 @@ def _cells(part: GridPart, grid: Grid) -> Cells:
 
 def _check_alike(name: str, parts: Sequence[GridPart], fields: Sequence[Field]) -> None:
     """The parts of a variable must have the same dims beside space, and the same units where they state them."""
-    first, first_url = fields[0], parts[0].store.url
-    for part, field in zip(parts[1:], fields[1:], strict=True):
-        one, other = (
-            dict(zip(each.leading(each.source.dims), each.leading(each.source.shape), strict=True))
-            for each in (first, field)
-        )
-        if list(one.items()) != list(other.items()):
+    urls = [part.store.url for part in parts]
+    others = [
+        dict(zip(field.leading(field.source.dims), field.leading(field.source.shape), strict=True)) for field in fields
+    ]
+    if CELL in others[0]:
+        raise DimensionError(f"{name!r} has the dim {CELL!r} beside space, which is what the joined one is called")
+    for url, other in zip(urls, others, strict=True):
+        if list(other.items()) != list(others[0].items()):
             raise DimensionError(
-                f"{name!r} has {one or 'no dims'} beside space in {first_url}, but {other or 'none'} in "
-                f"{part.store.url}; make them alike, or leave it out with variables="
+                f"{name!r} has {others[0] or 'no dims'} beside space in {urls[0]}, but {other or 'none'} in {url}; "
+                f"make them alike, or leave it out with variables="
             )
-        units = [str(each.source.attrs.get("units", "")) for each in (first, field)]
-        if all(units) and units[0] != units[1]:
-            raise DecodeError(
-                f"{name!r} is in {units[0]!r} in {first_url}, but in {units[1]!r} in {part.store.url}; convert one, or "
-                f"leave it out with variables="
-            )
+    _check_units(name, urls, [field.source for field in fields], "convert one, or leave it out with variables=")
 
 
-def _check_entries(dim: str, size: int, one: Store, other: Store) -> None:
-    """The entries of a dim must be the same where both stores tell them."""
-    ours, theirs = (_entries(store, dim, size) for store in (one, other))
-    if ours is None or theirs is None:
-        return
-    if ours.dtype.kind == theirs.dtype.kind == "f":
-        same = np.isclose(ours, theirs, rtol=1e-6, atol=0, equal_nan=True)  # the same levels as float32 and float64
-    else:
-        same = np.array([mine == its for mine, its in zip(ours, theirs, strict=True)])
-    if not same.all():
-        at = int(np.argmin(same))
-        raise DimensionError(
-            f"dim {dim!r} is not the same in both parts: entry {at} is {ours[at]} in {one.url}, but {theirs[at]} in "
-            f"{other.url}; choose the same in each before joining"
-        )
+def _check_units(name: str, urls: Sequence[str], sources: Sequence[Source], todo: str) -> None:
+    told = [(url, str(unit)) for url, source in zip(urls, sources, strict=True) if (unit := source.attrs.get("units"))]
+    for url, unit in told:
+        if unit != told[0][1]:
+            raise DecodeError(f"{name!r} is in {told[0][1]!r} in {told[0][0]}, but in {unit!r} in {url}; {todo}")
+
+
+def _check_entries(dim: str, size: int, stores: Sequence[Store]) -> None:
+    """The entries of a dim must be the same in all stores that tell them."""
+    told = [(store, entries) for store in stores if (entries := _entries(store, dim, size)) is not None]
+    for store, entries in told[1:]:
+        first, ours = told[0]
+        if ours.dtype.kind == entries.dtype.kind == "f":
+            same = np.isclose(ours, entries, rtol=1e-6, atol=0, equal_nan=True)  # of float32 in one, float64 in another
+        else:
+            same = np.array([mine == its for mine, its in zip(ours.tolist(), entries.tolist(), strict=True)])
+        if not same.all():
+            at = int(np.argmin(same))
+            raise DimensionError(
+                f"dim {dim!r} is not the same in all parts: entry {at} is {ours[at]} in {first.url}, but {entries[at]} "
+                f"in {store.url}; choose the same in each before joining"
+            )
+    numbers = [(s.url, c) for s in stores if (c := coordinate(s, dim, size)) is not None and decode_times(c) is None]
+    _check_units(dim, [url for url, _ in numbers], [source for _, source in numbers], "convert one")
 
 
 def _entries(store: Store, dim: str, size: int) -> Array | None:
-    """The times, values or texts along a dim; None if nothing tells them."""
+    """The times (as texts), values or texts along a dim; None if nothing tells them."""
     source = coordinate(store, dim, size)
-    if source is not None and (axis := decode_times(source)) is not None:
-        return axis.values
+    axis = None if source is None else decode_times(source)
+    if axis is not None:
+        calendar = "" if axis.values.dtype.kind == "M" else f" ({axis.calendar})"
+        return np.array([f"{axis.label(at)}{calendar}" for at in range(len(axis))])
     if source is not None and source.dtype.kind in "iuf":
         return decoded(source)
     texts = labels(store, dim, size)
     return None if texts is None else np.array(texts)
+
+
+def _lies_along(source: Source, sizes: Mapping[str, int]) -> bool:
+    """Whether an array lies along these dims alone; or holds the names along one, as rows of single characters."""
+    if source.dims and _sizes(source).items() <= sizes.items():
+        return True
+    return source.name in sizes and source.dims[:1] == (source.name,) and source.dtype.kind in "SU"
 
 
 def _sizes(source: Source) -> dict[str, int]:

@@ -17,5 +17,7 @@ def labels(store: Store, dim: str, size: int) -> list[str] | None:
     if found is None or found.dims[:1] != (dim,) or found.shape[0] != size:
         return None
     if found.dtype.kind in "iuf" and len(found.shape) == 1:
-        return [f"{value:g}" for value in decoded(found)]
+        values = decoded(found)
+        texts = [f"{value:g}" for value in values]
+        return texts if len(set(texts)) == len(texts) else [f"{value:.17g}" for value in values]
     return strings(found) if found.dtype.kind in "SUOT" else None

@@ -20,6 +20,7 @@ import numpy as np
 from shardio.box import Box, Span, shape_of
 from shardio.cf import Grid, find_grid
 from shardio.errors import DimensionError
+from shardio.location import visible
 from shardio.source import Layout, Source, Store
 from shardio.work import Cluster, Done, run
 
@@ -119,14 +120,14 @@ class Statistics:
             content = json.loads(Path(path).read_text())
             if content["version"] == VERSION:
                 return cls({name: _entry(values) for name, values in content["variables"].items()})
-        except (ValueError, KeyError, TypeError, AttributeError):  # other JSON, or none
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # other JSON, or none
             pass
         raise ValueError(f"{path} holds no statistics of version {VERSION}; write it with: shardio stats STORE")
 
 
 def statistics_file(url: str) -> Path:
     """Where ``shardio stats`` writes the statistics of a store unless told otherwise."""
-    return Path(f"{Path(url.partition('?')[0].rstrip('/')).name}.stats.json")
+    return Path(f"{Path(visible(url).partition('?')[0].rstrip('/')).name}.stats.json")
 
 
 def compute(

@@ -26,4 +26,4 @@ def strings(source: Source) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

@@ -15,13 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from shardio.cf import Grid, decoded, find_grid, horizontal
-from shardio.errors import ShardIOError, TimeAxisError
+from shardio.errors import ReadError, ShardIOError, TimeAxisError
 from shardio.labels import labels
 from shardio.source import Source, Store
 from shardio.statistics import Statistics, VariableStatistics
 
 SHOWN = 6
 """Names that one line lists."""
+LONGEST = 80
+"""Characters of a name that are shown."""
 
 
 @dataclass(frozen=True)
@@ -83,18 +85,23 @@ def validate(
         raise ValueError(f"there is no check {unknown[0]!r}; there are: {', '.join(CHECKS)}")
     try:
         grid = find_grid(store, level=level)
-    except ShardIOError as error:
-        return [Check("grid", False, str(error), "see what the store holds: shardio inspect")]
+    except Exception as error:  # as below
+        broken = isinstance(error, (ReadError, TimeAxisError))
+        todo = "mend that array; shardio verify reads all" if broken else "see what the store holds: shardio inspect"
+        return [Check("grid", False, _said(error), todo)]
     asked = Asked(grid, level, None if statistics is None else Path(statistics), tuple(invariants))
-    lengths = ", ".join(f"{dim} {grid.sizes[dim]}" for dim in grid.spatial)
+    lengths = ", ".join(f"{dim!r} {grid.sizes[dim]}" for dim in grid.spatial)
+    empty = [dim for dim, size in grid.sizes.items() if not size and dim != grid.time]
+    if empty:
+        return [Check("grid", False, f"{lengths}; there is nothing along {_listed(empty)}", "write values along it")]
     found = [Check("grid", True, f"{lengths}; {_listed(grid.variables)}")]
     for name, check in CHECKS.items():
         if name in without:
             continue
         try:
             found.append(check(store, asked))
-        except (ShardIOError, OSError) as error:  # a coordinate or field that cannot be read or decoded
-            found.append(Check(name, False, str(error), "mend that array; shardio verify reads all of them"))
+        except Exception as error:  # codecs and file libraries raise errors of many kinds
+            found.append(Check(name, False, _said(error), "mend that array; shardio verify reads all of them"))
     return found
 
 
@@ -147,6 +154,7 @@ def _channels(store: Store, asked: Asked) -> Check:
     grid = asked.grid
     names: list[str] = []
     for source in _changing(store, grid):
+        _ = source.decode  # raises where its attributes make no sense
         dims = _channel_dims(source, grid)
         if len(dims) > 1:
             found = f"{source.name!r} has the dims {dims} beside time and space"
@@ -203,12 +211,12 @@ def _statistics(store: Store, asked: Asked) -> Check:
     grid, file = asked.grid, asked.statistics
     level = next((dim for dim in _all_channel_dims(store, grid) if dim in (asked.level, *grid.other)), None)
     todo = f"shardio stats STORE -o {file or 'FILE'}" + (f" --level {level}" if level else "")
-    if file is None or not file.is_file():
-        return Check("statistics", False, "no file was named" if file is None else f"no file {str(file)!r}", todo)
     try:
+        if file is None or not file.is_file():
+            return Check("statistics", False, "no file was named" if file is None else f"no file {str(file)!r}", todo)
         known = Statistics.from_json(file).variables
-    except ValueError as error:
-        return Check("statistics", False, str(error), todo)
+    except (ValueError, OSError) as error:
+        return Check("statistics", False, _said(error), todo)
     changing = _changing(store, grid)
     for source in changing:
         name = source.name
@@ -228,13 +236,15 @@ def _statistics(store: Store, asked: Asked) -> Check:
 def _why_useless(part: VariableStatistics) -> str | None:
     if not part.count:
         return "has no value at all"
+    if not math.isfinite(part.mean + part.std):
+        return "has no finite mean and deviation"
     return "is constant: its deviation is 0" if part.std == 0 else None
 
 
 def _invariants(store: Store, asked: Asked) -> Check:
     """Fields on the grid without a time dim, in full."""
     grid = asked.grid
-    fixed = [name for name in grid.variables if grid.time not in store[name].dims]
+    fixed = [name for name in grid.variables if _fixed(store[name], grid)]
     for name in asked.invariants:
         if name not in fixed:
             reason = _why_not_fixed(store, grid, name)
@@ -243,7 +253,7 @@ def _invariants(store: Store, asked: Asked) -> Check:
         return Check(
             "invariants",
             False,
-            f"every variable on {grid.spatial} has the dim {grid.time!r}",
+            f"every variable on {grid.spatial} has other dims, too",
             "write fields that do not change, such as orography and a land-sea mask; or --without invariants",
         )
     for name in asked.invariants or fixed:
@@ -253,15 +263,25 @@ def _invariants(store: Store, asked: Asked) -> Check:
     return Check("invariants", True, _listed(fixed))
 
 
+def _fixed(source: Source, grid: Grid) -> bool:
+    """Whether an array lies on the grid alone."""
+    others = [dim for dim in source.dims if dim not in grid.spatial]
+    return grid.time not in others and all(grid.sizes[dim] == 1 for dim in others)
+
+
 def _why_not_fixed(store: Store, grid: Grid, name: str) -> str:
     if name not in store:
         return f"{name!r} is not in the store"
-    return f"{name!r} {grid.skipped[name]}" if name in grid.skipped else f"{name!r} has the dim {grid.time!r}"
+    return f"{name!r} {grid.skipped[name]}" if name in grid.skipped else f"{name!r} has the dims {store[name].dims}"
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, ShardIOError) else f"{type(error).__name__}: {error}"
 
 
 def _listed(names: Sequence[str]) -> str:
     more = f", ... ({len(names)} in all)" if len(names) > SHOWN else ""
-    return ", ".join(map(repr, names[:SHOWN])) + more
+    return ", ".join(repr(name if len(name) <= LONGEST else f"{name[:LONGEST]}...") for name in names[:SHOWN]) + more
 
 
 CHECKS: dict[str, Callable[[Store, Asked], Check]] = {

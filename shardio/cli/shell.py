@@ -44,7 +44,7 @@ Scheduler = Annotated[
 
 PIPE_WIDTH = 160
 """Columns of a table that is written to a file or a pipe."""
-_URL = re.compile(r"\w[\w+.-]*://[^\s'\"<>]+")
+_URL = re.compile(r"(?<![\w+.-])\w[\w+.-]{0,63}://[^\s'\"<>]+")
 
 
 def without_secrets(text: str) -> str:

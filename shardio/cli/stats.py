@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from shardio.cf import find_grid
@@ -66,12 +67,12 @@ def stats(
         _row(table, name, entry)
         for label, part in zip(names or map(str, range(len(entry.levels))), entry.levels, strict=False):
             _row(table, f"  {name}_{label}", part)
-    console().print(table)
     found.to_json(path)
+    console().print(table)
     say(f"written to {path}")
 
 
 def _row(table: Table, label: str, entry: VariableStatistics) -> None:
     numbers = (entry.mean, entry.std, entry.minimum, entry.maximum)
     counts = (entry.missing, entry.infinite)
-    table.add_row(label, str(entry.count), *(f"{number:.6g}" for number in numbers), *map(str, counts))
+    table.add_row(escape(label), str(entry.count), *(f"{number:.6g}" for number in numbers), *map(str, counts))

@@ -98,11 +98,12 @@ def _own(
                 checked.add(key)
             at = path if nodes[""] is meta else below + name
             found[name] = zarr_chunks(store, at, name, meta, strict, alike, key)
+        attrs = {} if "shape" in nodes[""] else dict(nodes[""].get("attributes") or {})
     except ShardIOError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):  # the zarr library says what is wrong
         return {}, {}, consolidated
-    return found, {} if "shape" in nodes[""] else dict(nodes[""].get("attributes") or {}), consolidated
+    return found, attrs, consolidated
 
 
 def read_nodes(store: ByteStore, path: str) -> tuple[Nodes, bool]:

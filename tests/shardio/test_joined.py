@@ -14,9 +14,10 @@ import zarr
 from torch.distributed.device_mesh import DeviceMesh
 from zarr.storage import MemoryStore
 
-from shardio import Cut, GridPart, OwnReader, Partition, Store, find_grid, join, open_store, plan, read
+from shardio import Cut, GridPart, OwnReader, Partition, Span, Store, find_grid, join, open_store, plan, read
 from shardio.collective import CollectiveReader, Group
 from shardio.errors import DecodeError, DimensionError, NoVariableError
+from shardio.labels import labels
 from shardio.partition import even
 from shardio.read import Request
 from shardio.testing import CountingStore
@@ -244,6 +245,18 @@ def grid(
     return open_store(xr.Dataset({name: ((first, "lat", "lon"), np.zeros(shape), attrs)}, {first: entries}))
 
 
+def zeros(**dims: Any) -> Store:
+    """Zeros [a dim of 3, lat, lon]; the dim has no coordinate, or one in these units."""
+    ((dim, told),) = dims.items()
+    coords = {} if told is None else {dim: (dim, told[1], {"units": told[0]})}
+    return open_store(xr.Dataset({"t": ((dim, "lat", "lon"), np.zeros((3, 4, 5)))}, coords))
+
+
+def model(calendar: str) -> Store:
+    times = xr.date_range("2020-01-01", periods=3, calendar=calendar, use_cftime=True)
+    return open_store(xr.Dataset({"t": (("time", "lat", "lon"), np.zeros((3, 4, 5)))}, {"time": times}))
+
+
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: [], NoVariableError, "no part"),
     (lambda: [grid(), grid(name="u")], NoVariableError, "no variable is in all parts"),
@@ -254,6 +267,15 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: [grid(), grid((4, 4, 5))], DimensionError, r"'t' has \{'time': 3\} beside space .* \{'time': 4\}"),
     (lambda: [grid(names=list("abc")), grid(names=list("acb"))], DimensionError, "entry 1 is b in .* c in"),
     (lambda: [grid(names=[1.0, 2, 3]), grid(names=[1.0, 2, 3.001])], DimensionError, "entry 2 is 3.0 in .* 3.001"),
+    (
+        lambda: [grid(), zeros(time=None), grid(start="2021-01-01")],
+        DimensionError,
+        "'time' is not the same.* 2020.* 2021",
+    ),
+    (lambda: [grid(), grid(units="K"), grid(units="degC")], DecodeError, "'t' is in 'K' in .* 'degC'"),
+    (lambda: [zeros(level=("m", [1.0, 2, 3])), zeros(level=("km", [1.0, 2, 3]))], DecodeError, "'level' is in 'm'"),
+    (lambda: [model("noleap"), model("360_day")], DimensionError, r"entry 0 is 2020-01-01.* \(noleap\) in .*360_day"),
+    (lambda: [zeros(cell=None)], DimensionError, "'t' has the dim 'cell' beside space"),
     (lambda: [grid(units="K"), grid(units="degC")], DecodeError, "'t' is in 'K' in .* 'degC'.*convert one"),
 ]
 
@@ -290,6 +312,73 @@ def test_a_list_of_cells_and_a_grid() -> None:
     assert joined["orog"].read().tolist() == [0, 1, 2, 3, 4, *[1] * 6]
     found = find_grid(joined)
     assert (set(found.variables), found.spatial) == ({"t", "orog"}, ("cell",))
+
+
+def test_joined_parts_join_again() -> None:
+    """Of several chunks each: the inner read works in other memory than the outer one."""
+    inner = join([stored(FINE, (1, 2, 7, 8))[1], GridPart(stored(COARSE, (1, 2, 4, 9))[1], KEEP)])
+    outer = join([inner, stored(FINE, (1, 1, 5, 5))[1]])
+    expected = np.concatenate([CELLS, FINE.reshape(3, 2, -1)], axis=-1)
+    np.testing.assert_array_equal(outer["t"].read(), expected)
+
+
+def test_a_chunk_that_the_mask_empties_need_not_be_there() -> None:
+    """Uncompressed chunks, of which any rows can be read alone, too."""
+    store = MemoryStore()
+    group = zarr.open_group(store, mode="w")
+    array = group.create_array(
+        "t", shape=(4, 30), chunks=(4, 10), dtype="f4", compressors=None, dimension_names=("lat", "lon")
+    )
+    array[:, :10], array[:, 20:] = 1, 2
+    keep = np.ones((4, 30), bool)
+    keep[:, 10:20] = False
+    found = join([GridPart(open_store(store), keep)])["t"].read()
+    assert found.tolist() == ([1.0] * 10 + [2.0] * 10) * 4
+
+
+def test_few_cells_of_many_times_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read is cut along the other dims, between chunks."""
+    monkeypatch.setattr("shardio.joined.MAX_BYTES", 2 * 30 * 24 * 4)
+    counting, store = stored(FINE, (1, 1, 30, 24))
+    keep = np.zeros((30, 24), bool)
+    keep[[0, 29], [3, 20]] = True
+    rooms: list[int] = []
+    monkeypatch.setattr(
+        "shardio.joined.scratch", lambda name, nbytes: (rooms.append(nbytes), np.empty(nbytes, "u1"))[1]
+    )
+    counting.reset()
+    found = join([GridPart(store, keep)])["t"].read()
+    np.testing.assert_array_equal(found, FINE[..., keep])
+    assert max(rooms) <= 2 * 30 * 24 * 4
+    assert set(counting.gets.values()) == {1}
+
+
+@pytest.mark.parametrize("box", [(0, 0), (2, 2)])
+def test_nothing_of_a_leading_dim(box: tuple[int, int]) -> None:
+    _, joined = both()
+    found = joined["t"].read((Span(*box), Span(0, 2), Span(0, CELLS.shape[-1])))
+    assert found.shape == (0, 2, CELLS.shape[-1])
+
+
+def test_names_as_rows_of_characters_are_kept() -> None:
+    names = np.array([list("u10m"), list("refc")], "S1")
+    data = xr.Dataset({"H": (("channel", "lat", "lon"), np.zeros((2, 3, 4))), "channel": (("channel", "n"), names)})
+    joined = join([open_store(data), open_store(data)])
+    assert labels(joined, "channel", 2) == ["u10m", "refc"]
+
+
+def test_a_mask_with_dims_is_turned_to_the_grids() -> None:
+    store = open_store(xr.Dataset({"t": (("lat", "lon"), np.arange(9.0).reshape(3, 3))}))
+    keep = xr.DataArray(np.zeros((3, 3), bool), dims=("lon", "lat"))
+    keep[0, 1:] = True
+    assert join([GridPart(store, keep)])["t"].read().tolist() == [3, 6]
+
+
+def test_what_open_store_takes_is_opened() -> None:
+    data = xr.Dataset({"t": (("lat", "lon"), np.zeros((2, 3)))})
+    assert join([data, data])["t"].shape == (12,)
+    with pytest.raises(TypeError, match="a list of stores, but was given a str"):
+        join("path")  # type: ignore[arg-type]
 
 
 def test_a_grid_is_preferred_to_tables_of_cells() -> None:

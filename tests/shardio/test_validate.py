@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 
 from shardio import open_store
 from shardio.cli import app
+from shardio.statistics import statistics_file
 from shardio.validate import CHECKS, validate
 from shardsets import DomainDataLoader
 
@@ -96,13 +99,25 @@ def holes(data: xr.Dataset) -> xr.Dataset:
     return data.assign(lsm=data.lsm.where(data.lsm < 0.9))
 
 
+def odd_scale(data: xr.Dataset) -> xr.Dataset:
+    data.HRRR.attrs["scale_factor"] = "abc"
+    return data
+
+
 LACKS: list[tuple[str, Callable[[xr.Dataset], xr.Dataset], str]] = [
     ("channels", unnamed, "the 3 entries of dim 'channel' of 'HRRR' have no names"),
     ("channels", lambda data: data.assign_coords(channel=["a", "b", "a"]), "'HRRR_a' more than once"),
     ("channels", lambda data: data.assign_coords(channel=["a", "b", ""]), "entry 2 of dim 'channel' has an empty name"),
     ("channels", other_dim, "variables have different dims beside time and space: 'channel', 'soil'"),
     ("channels", lambda data: data.drop_vars("channel").assign(channel=height(data)), "'channel' of 'HRRR' have no"),
-    ("channels", lambda data: data.expand_dims(member=2, axis=1), "['member', 'channel'] beside time and space"),
+    (
+        "channels",
+        lambda data: data.assign(HRRR=data.HRRR.expand_dims(member=2, axis=1)),
+        "['member', 'channel'] beside time and space",
+    ),
+    ("channels", odd_scale, "attribute scale_factor = 'abc' is no number"),
+    ("grid", lambda data: data.isel(y=slice(0)), "there is nothing along 'y'"),
+    ("grid", lambda data: data.isel(channel=slice(0)), "there is nothing along 'channel'"),
     ("times", irregular, "is not regular"),
     ("times", lambda data: data.isel(time=slice(None, None, -1)), "does not increase"),
     ("times", lambda data: data.drop_vars("time"), "dim 'time' has no dates"),
@@ -111,7 +126,7 @@ LACKS: list[tuple[str, Callable[[xr.Dataset], xr.Dataset], str]] = [
     ("coordinates", lambda data: data.drop_vars("longitude"), "no longitude on ('y', 'x')"),
     ("coordinates", lambda data: data.drop_vars(["latitude", "longitude"]), "no latitude and no longitude"),
     ("coordinates", lambda data: data.assign(latitude=data.latitude.where(data.x > 1)), "cells without a value"),
-    ("invariants", lambda data: data.drop_vars(["orog", "lsm"]), "every variable on ('y', 'x') has the dim 'time'"),
+    ("invariants", lambda data: data.drop_vars(["orog", "lsm"]), "every variable on ('y', 'x') has other dims, too"),
     ("invariants", holes, "'lsm' has "),
 ]
 
@@ -171,6 +186,13 @@ def test_statistics_must_fit(tmp_path: Path) -> None:
     assert "'HRRR' has 3 channels, its statistics 0" in found()
     assert run("stats", path, "-o", stats, "-v", "orog")[0] == 0
     assert "'HRRR' is not in" in found()
+    assert run("stats", path, "-o", stats, "--level", "channel")[0] == 0
+    sound = stats.read_text()
+    for value in ("null", "NaN", "Infinity"):
+        stats.write_text(re.sub(r'("std": )[\d.]+', rf"\1{value}", sound))
+        assert "has no finite mean" in found()
+    stats.write_text("[" * 100_000)
+    assert "holds no statistics" in found()
     for value, said in ((1.0, "is constant"), (np.nan, "has no value at all")):
         changed = data.copy(deep=True)
         changed.HRRR[:, 1] = value
@@ -272,11 +294,52 @@ def test_json_names_and_options(tmp_path: Path) -> None:
     found = {check["what"]: check for check in json.loads(output)}
     assert list(found) == ["grid", "coordinates", "channels", "metadata", "statistics", "invariants"]
     assert found["invariants"]["found"] == "'soil' is not in the store"
-    assert "'HRRR' has the dim 'time'" in run("validate", path, "--invariant", "HRRR")[1]
+    assert "'HRRR' has the dims ('time', 'channel', 'y', 'x')" in run("validate", path, "--invariant", "HRRR")[1]
     code, output = run("validate", path, "--without", "weather")
     assert code == 2
     assert "weather" in output
     assert all(name in output for name in CHECKS)
+
+
+def test_a_climatology_is_no_invariant(tmp_path: Path) -> None:
+    """It is not read for it, either."""
+    data = stormcast().drop_vars(["orog", "lsm"])
+    data["clim"] = (("dayofyear", "y", "x"), np.zeros((366, 6, 5), "f4"))
+    check = next(check for check in validate(open_store(data)) if check.what == "invariants")
+    assert not check.ok
+
+
+def test_coordinates_are_known_by_name() -> None:
+    data = xr.Dataset(
+        {"t": (("time", "lat", "lon"), np.zeros((2, 3, 4)))}, {"lat": [1.0, 0, -1], "lon": [0.0, 1, 2, 3]}
+    )
+    assert next(check for check in validate(open_store(data)) if check.what == "coordinates").ok
+
+
+def test_names_that_are_long_or_odd_end_nothing(tmp_path: Path) -> None:
+    """Latin-1 bytes, brackets, line ends, numbers alike in six digits, a word of 100,000 characters."""
+    for at, names in enumerate(
+        ([b"a", "\xe4".encode("latin-1"), b"c"], ["[/b]", "[red]", "x"], [1e6, 1e6 + 1, 1e6 + 2])
+    ):
+        path = write(stormcast(np.array(names)), tmp_path / f"{at}.zarr", zarr_format=2)
+        code, output = run("validate", path, "--without", "statistics")
+        assert code == 0, output
+        code, output = run("stats", path, "-o", tmp_path / f"{at}.json", "--level", "channel")
+        assert code == 0, output
+        assert all(str(name) in output for name in names if isinstance(name, str))
+        with DomainDataLoader(path, levels="channel", statistics=str(tmp_path / f"{at}.json")) as loader:
+            assert len(set(loader.channels)) == 3
+    data = stormcast(["a" * 100_000, "b", "c"])
+    data = data.rename(y="lat\nok      statistics: of 1")
+    began = time.monotonic()
+    code, output = run("validate", write(data, tmp_path / "long.zarr", zarr_format=2))
+    assert time.monotonic() - began < 60
+    assert not any(line.startswith("ok      statistics") for line in output.splitlines())
+
+
+def test_a_password_is_shown_nowhere() -> None:
+    assert "SECRET" not in str(statistics_file("http://me:SECRET@127.0.0.1:9"))
+    assert str(statistics_file("http://me:SECRET@127.0.0.1:9/a.zarr/?key=SECRET")) == "a.zarr.stats.json"
 
 
 def test_no_grid_is_said_with_what_there_is(tmp_path: Path) -> None:
