@@ -6,7 +6,7 @@ from shardio.box import Box, Span
 from shardio.cf import Grid, find_grid
 from shardio.decode import Decode
 from shardio.errors import ShardIOError
-from shardio.joined import GridPart, join
+from shardio.join import GridPart, join
 from shardio.partition import Cut, Partition, make_partition
 from shardio.plan import Plan, RankPlan, plan
 from shardio.read import OwnReader, ReadStats, Request, read
