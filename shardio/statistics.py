@@ -20,6 +20,7 @@ import numpy as np
 from shardio.box import Box, Span, shape_of
 from shardio.cf import Grid, find_grid
 from shardio.errors import DimensionError
+from shardio.labels import labels
 from shardio.location import visible
 from shardio.source import Layout, Source, Store
 from shardio.work import Cluster, Done, run
@@ -78,6 +79,7 @@ class VariableStatistics:
         missing: values that are NaN once decoded.
         infinite: values that are infinite.
         levels: the same for each level in the order stored; empty if the variable has no level dim.
+        names: of the levels, as `shardio.labels` tells them; empty if nothing does.
     """
 
     count: int
@@ -88,15 +90,23 @@ class VariableStatistics:
     missing: int = 0
     infinite: int = 0
     levels: tuple[VariableStatistics, ...] = ()
+    names: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, moments: Moments, levels: Sequence[Moments] = ()) -> VariableStatistics:
+    def of(cls, moments: Moments, levels: Sequence[Moments] = (), names: Sequence[str] = ()) -> VariableStatistics:
         """From merged moments."""
         numbers = (math.nan,) * 4
         if moments.count:
             std = math.sqrt(moments.squares / moments.count)
             numbers = (moments.mean, std, moments.minimum, moments.maximum)
-        return cls(moments.count, *numbers, moments.missing, moments.infinite, tuple(cls.of(level) for level in levels))
+        each = tuple(cls.of(level) for level in levels)
+        return cls(moments.count, *numbers, moments.missing, moments.infinite, each, tuple(names) if each else ())
+
+    def level(self, at: int, name: str, count: int) -> VariableStatistics | None:
+        """Of one level, by its name; where no names are known, by its place among `count`. None if it has none."""
+        if self.names:
+            return self.levels[self.names.index(name)] if name in self.names else None
+        return self.levels[at] if len(self.levels) == count else None
 
 
 @dataclass(frozen=True)
@@ -167,7 +177,8 @@ def compute(
     for (name, _, _), levels in zip(parts, results, strict=True):
         for level, moments in levels.items():
             found[name][level] = found[name].get(level, Moments()) + moments
-    return Statistics({name: _merged(levels) for name, levels in found.items()})
+    told = None if grid.level is None else labels(store, grid.level, grid.sizes[grid.level])
+    return Statistics({name: _merged(levels, told or ()) for name, levels in found.items()})
 
 
 def _moments(store: Store, part: tuple[str, Box, str | None]) -> dict[int | None, Moments]:
@@ -184,9 +195,10 @@ def _moments(store: Store, part: tuple[str, Box, str | None]) -> dict[int | None
     }
 
 
-def _merged(levels: Mapping[int | None, Moments]) -> VariableStatistics:
+def _merged(levels: Mapping[int | None, Moments], names: Sequence[str]) -> VariableStatistics:
     whole = reduce(Moments.__add__, levels.values(), Moments())
-    return VariableStatistics.of(whole, [levels[level] for level in sorted(at for at in levels if at is not None)])
+    each = [levels[level] for level in sorted(at for at in levels if at is not None)]
+    return VariableStatistics.of(whole, each, names)
 
 
 def blocks(source: Source, chosen: Mapping[str | None, slice]) -> list[Box]:
@@ -227,4 +239,5 @@ def _entry(values: Mapping[str, Any]) -> VariableStatistics:
         key: math.nan if values[key] is None else values[key] for key in ("mean", "std", "minimum", "maximum")
     }
     counts: dict[str, Any] = {key: values[key] for key in ("count", "missing", "infinite")}
-    return VariableStatistics(**counts, **numbers, levels=tuple(map(_entry, values["levels"])))
+    names = tuple(map(str, values.get("names", ())))
+    return VariableStatistics(**counts, **numbers, levels=tuple(map(_entry, values["levels"])), names=names)

@@ -202,15 +202,16 @@ def _metadata(store: Store, asked: Asked) -> Check:
     """Whether opening takes one read."""
     if store.consolidated is False:
         found = f"not consolidated: opening reads those of {len(store)} arrays, each by itself"
-        return Check("metadata", False, found, "zarr.consolidate_metadata(STORE)")
+        return Check("metadata", False, found, f"python -c \"import zarr; zarr.consolidate_metadata('{store.url}')\"")
     return Check("metadata", True, "consolidated" if store.consolidated else f"nothing to consolidate ({store.format})")
 
 
 def _statistics(store: Store, asked: Asked) -> Check:
     """Mean and deviation of every variable that changes, by level where it has levels."""
     grid, file = asked.grid, asked.statistics
-    level = next((dim for dim in _all_channel_dims(store, grid) if dim in (asked.level, *grid.other)), None)
-    todo = f"shardio stats STORE -o {file or 'FILE'}" + (f" --level {level}" if level else "")
+    others = _all_channel_dims(store, grid)
+    level = asked.level or (others[0] if others and grid.level is None else None)
+    todo = f"shardio stats {store.url} -o {file or 'FILE'}" + (f" --level {level}" if level else "")
     try:
         if file is None or not file.is_file():
             return Check("statistics", False, "no file was named" if file is None else f"no file {str(file)!r}", todo)
@@ -223,9 +224,14 @@ def _statistics(store: Store, asked: Asked) -> Check:
         if name not in known:
             return Check("statistics", False, f"{name!r} is not in {str(file)!r}", todo)
         parts = known[name].levels
-        channels = math.prod(grid.sizes[dim] for dim in _channel_dims(source, grid))
+        dims = _channel_dims(source, grid)
+        channels = math.prod(grid.sizes[dim] for dim in dims)
         if channels != max(1, len(parts)):
             return Check("statistics", False, f"{name!r} has {channels} channels, its statistics {len(parts)}", todo)
+        names = (labels(store, dims[0], channels) or []) if len(dims) == 1 else []
+        lost = [label for label in names if known[name].names and label not in known[name].names]
+        if lost:
+            return Check("statistics", False, f"{name!r} has {_listed(lost)}, its statistics have not", todo)
         for at, part in enumerate(parts or (known[name],)):
             if (reason := _why_useless(part)) is not None:
                 where = f"{name!r}, channel {at}," if parts else repr(name)
@@ -250,10 +256,11 @@ def _invariants(store: Store, asked: Asked) -> Check:
             reason = _why_not_fixed(store, grid, name)
             return Check("invariants", False, reason, f"write {name!r} on {grid.spatial}, without time")
     if not fixed:
+        found = f"every variable on {grid.spatial} has other dims, too"
         return Check(
             "invariants",
             False,
-            f"every variable on {grid.spatial} has other dims, too",
+            found if grid.time is not None else "without a time dim nothing tells which fields do not change",
             "write fields that do not change, such as orography and a land-sea mask; or --without invariants",
         )
     for name in asked.invariants or fixed:
@@ -266,7 +273,7 @@ def _invariants(store: Store, asked: Asked) -> Check:
 def _fixed(source: Source, grid: Grid) -> bool:
     """Whether an array lies on the grid alone."""
     others = [dim for dim in source.dims if dim not in grid.spatial]
-    return grid.time not in others and all(grid.sizes[dim] == 1 for dim in others)
+    return grid.time is not None and grid.time not in others and all(grid.sizes[dim] == 1 for dim in others)
 
 
 def _why_not_fixed(store: Store, grid: Grid, name: str) -> str:

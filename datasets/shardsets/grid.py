@@ -20,8 +20,8 @@ from shardsets.windows import TimeChoice, Windows, chosen_rows, time_dim
 
 __all__ = ["Field", "GridSamples", "Levels"]
 
-Levels: TypeAlias = str | Sequence[float] | Mapping[str, "Sequence[float] | None"] | None
-"""The level dim's name; or the level values wanted; or {name: values}."""
+Levels: TypeAlias = str | Sequence[float | str] | Mapping[str, "Sequence[float | str] | None"] | None
+"""The level dim's name; or the level values (or texts) wanted; or {name: values}."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class GridSamples(SampleSet):
     Args:
         source: path or URL, opened store, or dataset.
         variables: names, or one; default: every variable that lies on the grid and has the time dim.
-        levels: level values wanted (default all), or the level dim's name, or {name: values}.
+        levels: level values or texts wanted (default all), or the level dim's name, or {name: values}.
         time: a stretch of the time axis (slice or pair of ISO times, end included, or of row numbers), the time dim's
             name, or {name: stretch}. Samples never reach over its ends.
         input_steps: consecutive times in the input.
@@ -87,8 +87,8 @@ class GridSamples(SampleSet):
             self.grid: Grid = find_grid(
                 self.store, variables=variables, time=time_dim(time), level=_level_dim(levels), spatial=spatial
             )
+            self.labels = self._level_names()
             self.fields = self._fields(variables, _level_values(levels))
-            self._labels = self._level_names()
             first, count, breaks = chosen_rows(time, self.grid.times, self._times(), irregular=skip_irregular)
             self.windows = Windows(first, count, input_steps, target_steps, lead, breaks)
         except Exception:
@@ -111,7 +111,7 @@ class GridSamples(SampleSet):
             )
         return self.grid.sizes[self.grid.time]
 
-    def _fields(self, variables: str | Sequence[str] | None, wanted: Sequence[float] | None) -> tuple[Field, ...]:
+    def _fields(self, variables: str | Sequence[str] | None, wanted: Sequence[float | str] | None) -> tuple[Field, ...]:
         if wanted is not None and self.grid.level is None:
             raise SampleError(
                 f"levels={list(wanted)} are wanted, but no dim of {self.grid.variables} is recognised as levels; leave "
@@ -141,27 +141,30 @@ class GridSamples(SampleSet):
             )
         return tuple(fields)
 
-    def _positions(self, source: Source, wanted: Sequence[float] | None) -> tuple[int, ...]:
+    def _positions(self, source: Source, wanted: Sequence[float | str] | None) -> tuple[int, ...]:
         dim = self.grid.level
         if dim is None or dim not in source.dims:
             return ()
         length = self.grid.sizes[dim]
         if wanted is None:
             return tuple(range(length))
-        if self.grid.levels is None:
-            raise SampleError(f"levels={list(wanted)} are values, but dim {dim!r} has no coordinate to look them up in")
         found = []
         for value in wanted:
-            at = np.flatnonzero(np.isclose(self.grid.levels, value))
+            if isinstance(value, str):
+                at = np.flatnonzero(np.array(self.labels) == value)
+            elif self.grid.levels is not None:
+                at = np.flatnonzero(np.isclose(self.grid.levels, value))
+            else:
+                raise SampleError(f"levels={list(wanted)} are numbers, but dim {dim!r} has {self.labels}")
             if not at.size:
-                raise SampleError(f"level {value} is not on dim {dim!r}, which has {self.grid.levels.tolist()}")
+                raise SampleError(f"level {value!r} is not on dim {dim!r}, which has {self.labels}")
             found.append(int(at[0]))
         return tuple(found)
 
     def names(self, field: Field) -> list[str]:
         """Channel names of one variable: "t2m", or "t_850" by level; "state_u10m" where the level dim holds texts."""
         name = field.source.name
-        return [f"{name}_{self._labels[position]}" for position in field.levels] or [name]
+        return [f"{name}_{self.labels[position]}" for position in field.levels] or [name]
 
     def _level_names(self) -> list[str]:
         """What tells the levels apart: values, texts, or else positions."""
@@ -204,7 +207,7 @@ def _level_dim(levels: Levels) -> str | None:
     return next(iter(levels)) if isinstance(levels, Mapping) else None
 
 
-def _level_values(levels: Levels) -> Sequence[float] | None:
+def _level_values(levels: Levels) -> Sequence[float | str] | None:
     if isinstance(levels, str):
         return None
     return next(iter(levels.values())) if isinstance(levels, Mapping) else levels

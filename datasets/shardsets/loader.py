@@ -50,7 +50,7 @@ class DomainDataLoader:
     ``.deliver`` of every step, and ``.read`` and ``.prepare`` of the reading thread where it records all threads.
 
     Args:
-        source: path or URL of a store, an ``xarray.Dataset``, or a `SampleSet`.
+        source: path or URL of a store, an opened `shardio.Store`, an ``xarray.Dataset``, or a `SampleSet`.
         mesh: the device mesh; its data axis is the one named ``data``, ``ddp`` or ``dp``. None: one process.
         variables, levels, time, input_steps, target_steps, lead: see `GridSamples`.
         open_options: passed to `shardio.open_store`: ``{"storage_options": {...}}``, ``{"missing": "fill"}``, ...
@@ -67,8 +67,8 @@ class DomainDataLoader:
         device: where batches go; default: the mesh's device. Host memory is page-locked where that is a GPU.
         statistics: normalize channels to (x - mean) / std: "compute" (once, all ranks together), a JSON file of
             ``shardio stats``, or {channel or variable: (mean, std)}. Default: values as stored.
-        transform: called on each batch of plain tensors with their halo, in the reading thread; also gets ``slab``
-            (a `Slab`). It returns the batch; the halo is cut off afterwards, so a stencil is exact at the cut.
+        transform: called on each batch of plain tensors with their halo, in the reading thread; ``batch["slab"]`` is
+            the `Slab`. It returns the batch; the halo is cut off afterwards, so a stencil is exact at the cut.
         nan: NaN in a batch is bad data ("raise"), is let through ("allow"), or becomes this number (after normalizing).
         inf: the same for infinite values.
         max_nonfinite: share of a channel's cells that may be NaN or infinite in one sample, all ranks together; more

@@ -103,12 +103,20 @@ def _by_channel(statistics: Any, samples: SampleSet) -> dict[str, tuple[float, f
             continue
         if len(field.levels) > 1 and not known.levels:
             raise SampleError(
-                f"the statistics of {field.source.name!r} are of all its {len(field.levels)} channels together: dim "
-                f"{samples.grid.level!r} is not one that is recognised as levels; use statistics='compute', or give "
+                f"the statistics of {field.source.name!r} are of all its {len(field.levels)} channels together: take "
+                f"those of shardio stats STORE --level {samples.grid.level}, or statistics='compute', or give "
                 f"{{channel: (mean, std)}}"
             )
         for place, name in enumerate(samples.names(field)):
-            entry = known.levels[field.levels[place]] if field.levels and known.levels else known
+            entry = known
+            if field.levels and known.levels:
+                at = field.levels[place]
+                entry = known.level(at, samples.labels[at], len(samples.labels))
+                if entry is None:
+                    raise SampleError(
+                        f"statistics have no entry for channel {name!r}: of {field.source.name!r} they have "
+                        f"{list(known.names) or f'{len(known.levels)} levels without names'}; they are of other data"
+                    )
             pairs[name] = (entry.mean, entry.std)
     return pairs
 

@@ -222,7 +222,8 @@ def _v2(meta: Meta) -> Found | None:
 
 def _v3(meta: Meta) -> Found | None:
     grid, keys, codecs = meta["chunk_grid"], meta["chunk_key_encoding"], meta["codecs"]
-    if meta["data_type"] not in V3_DTYPES or grid["name"] != "regular" or meta.get("storage_transformers"):
+    known = isinstance(meta["data_type"], str) and meta["data_type"] in V3_DTYPES  # texts and dates are objects
+    if not known or grid["name"] != "regular" or meta.get("storage_transformers"):
         return None
     dtype, chunks, shards = np.dtype(meta["data_type"]), tuple(grid["configuration"]["chunk_shape"]), None
     if [codec["name"] for codec in codecs] == ["sharding_indexed"]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import xarray as xr
 
-from shardio import ShardIOError, open_store
+from shardio import ShardIOError, find_grid, open_store
 from shardio.errors import TimeAxisError
 from shardio.statistics import Statistics, compute
 from shardsets import BatchError, DomainDataLoader, GridSamples, NotANumberError, SampleError, SampleSet
@@ -207,6 +207,41 @@ def test_statistics_of_a_store_are_taken_by_level(store, tmp_path):
     assert found.channels == computed.channels[1:]
     np.testing.assert_allclose(found.mean, computed.mean[1:], rtol=1e-10)
     np.testing.assert_allclose(found.std, computed.std[1:], rtol=1e-10)
+
+
+@pytest.mark.parametrize("names", [[500.0, 700.0, 850.0], ["u10m", "t2m", "refc"]])
+def test_statistics_are_found_by_the_name_of_a_channel(tmp_path, names):
+    """A part of the store, in another order, takes its own channels' numbers; other channels are refused."""
+    values = np.random.default_rng(0).normal([[[[0.0]], [[100.0]], [[1e4]]]], 1, (6, 3, 4, 5)).astype("f4")
+    data = xr.Dataset({"t": (("time", "channel", "lat", "lon"), values)}, {"channel": names})
+    compute(open_store(data), grid=find_grid(open_store(data), level="channel")).to_json(tmp_path / "a.json")
+    part = data.isel(channel=[2, 1])
+    loader = DomainDataLoader(part, levels="channel", statistics=tmp_path / "a.json")
+    assert next(iter(loader))["input"].abs().max() < 6
+    for channels in ([2, 2], [0, 1]):
+        other = data.isel(channel=channels).assign_coords(channel=[names[channels[0]], names[0] * 2])
+        with pytest.raises(SampleError, match="no entry for channel"):
+            DomainDataLoader(other, levels="channel", statistics=tmp_path / "a.json")
+
+
+def test_statistics_without_names_must_be_as_many(tmp_path):
+    """As files of before have them: by position, if the numbers of levels are the same."""
+    data = xr.Dataset({"t": (("time", "channel", "lat", "lon"), np.random.default_rng(0).random((6, 3, 4, 5)))})
+    compute(open_store(data), grid=find_grid(open_store(data), level="channel")).to_json(tmp_path / "a.json")
+    DomainDataLoader(data, levels="channel", statistics=tmp_path / "a.json")
+    with pytest.raises(SampleError, match="3 levels without names"):
+        DomainDataLoader(data.isel(channel=[0, 2]), levels="channel", statistics=tmp_path / "a.json")
+
+
+def test_channels_are_chosen_by_their_texts():
+    values = np.arange(3.0)[None, :, None, None] + np.zeros((4, 3, 2, 2))
+    data = xr.Dataset({"t": (("time", "channel", "lat", "lon"), values)}, {"channel": ["u10m", "t2m", "refc"]})
+    loader = DomainDataLoader(data, levels={"channel": ["refc", "u10m"]})
+    assert loader.channels == ("t_refc", "t_u10m")
+    assert next(iter(loader))["input"][0, :, 0, 0].tolist() == [2, 0]
+    for wanted in (["sp"], [500.0]):
+        with pytest.raises(SampleError, match="u10m"):
+            DomainDataLoader(data, levels={"channel": wanted})
 
 
 def test_one_variable_by_its_name(store):

@@ -16,6 +16,7 @@ from zarr.storage import LocalStore, MemoryStore
 
 from shardio import Cut, Partition, find_grid, open_store, plan, read
 from shardio.errors import CorruptChunkError, MissingChunkError, StoreNotFoundError, UnknownFormatError
+from shardio.formats.zarr_chunks import ZarrChunks
 from shardio.source import Store
 from shardio.testing import CountingStore, Expected, SourceContract
 from shardio.text import strings
@@ -313,3 +314,16 @@ def test_missing_values_as_xarray_writes_them(tmp_path: Path, zarr_format: Any, 
     np.testing.assert_array_equal(found, field)
     np.testing.assert_array_equal(valid, ~np.isnan(field))
     np.testing.assert_array_equal(xr.open_zarr(tmp_path / "a.zarr")["x"].values, field)
+
+
+@pytest.mark.filterwarnings("ignore:The data type")
+def test_texts_and_dates_beside_it_leave_an_array_to_shardio(tmp_path: Path) -> None:
+    """Version 3 writes their dtypes as objects; the zarr library reads those arrays alone."""
+    group = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=3)
+    group.create_array("channel", data=np.array(["u10m", "t2m"]), dimension_names=("channel",))
+    group.create_array("time", data=np.array(["2020-01-01"], "M8[s]"), dimension_names=("time",))
+    group.create_array("t", data=np.ones((2, 3), "f4"), dimension_names=("channel", "x"))
+    with open_store(tmp_path / "a.zarr") as store:
+        assert isinstance(store["t"], ZarrChunks)
+        assert strings(store["channel"]) == ["u10m", "t2m"]
+        assert store["time"].read().astype("M8[D]").astype(str).tolist() == ["2020-01-01"]
