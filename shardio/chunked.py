@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardio.box import Box, Span
+from shardio.bytes.base import ByteStore
 from shardio.bytes.fetched import Fetched, Stretch
 from shardio.codecs.base import Counted, Extent, Pipeline, Share, in_turn
 from shardio.errors import CorruptChunkError, MissingChunkError
@@ -27,19 +28,35 @@ class ChunkedSource(Source):
     """An array on a grid of chunks, from index 0 on, all of `pipeline.shape`.
 
     Args:
+        store: holds the stored bytes.
         pipeline: reads one chunk.
         fill: gives what an absent chunk holds, if it is not an error.
         strict: an absent chunk is an error.
         others: as for Source; shape, dims, attrs, ...
     """
 
-    def __init__(self, name: str, *, pipeline: Pipeline, fill: Callable[[], Any], strict: bool, **others: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        store: ByteStore,
+        *,
+        pipeline: Pipeline,
+        fill: Callable[[], Any],
+        strict: bool,
+        **others: Any,
+    ) -> None:
         super().__init__(name, chunks=pipeline.shape, dtype=pipeline.dtype, **others)
+        self._store = store
         order = pipeline.order
         self.order = () if order == tuple(range(len(order))) else order
         self.pipeline = pipeline
         self._fill = fill
         self._strict = strict
+
+    @property
+    def requests(self) -> int:
+        """See Source.requests."""
+        return self._store.requests
 
     @abstractmethod
     def locate(self, number: Number) -> Extent | None:

@@ -143,7 +143,8 @@ def _check_entries(dim: str, size: int, stores: Sequence[Store]) -> None:
                 f"dim {dim!r} is not the same in all parts: entry {at} is {ours[at]} in {first.url}, but {entries[at]} "
                 f"in {store.url}; choose the same in each before joining"
             )
-    numbers = [(s.url, c) for s in stores if (c := coordinate(s, dim, size)) is not None and decode_times(c) is None]
+    found = [(store.url, source) for store in stores if (source := coordinate(store, dim, size)) is not None]
+    numbers = [(url, source) for url, source in found if " since " not in str(source.attrs.get("units", ""))]
     _check_units(dim, [url for url, _ in numbers], [source for _, source in numbers], "convert one")
 
 

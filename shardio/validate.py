@@ -153,6 +153,7 @@ def _channels(store: Store, asked: Asked) -> Check:
     """A name of its own for every channel: a variable's, or of each entry of its level or channel dim."""
     grid = asked.grid
     names: list[str] = []
+    told = _entries(store, grid)
     for source in _changing(store, grid):
         _ = source.decode  # raises where its attributes make no sense
         dims = _channel_dims(source, grid)
@@ -160,7 +161,7 @@ def _channels(store: Store, asked: Asked) -> Check:
             found = f"{source.name!r} has the dims {dims} beside time and space"
             return Check("channels", False, found, "choose an entry of all but one, or stack them")
         for dim in dims:
-            entries = labels(store, dim, grid.sizes[dim])
+            entries = told[dim]
             if entries is None:
                 found = f"the {grid.sizes[dim]} entries of dim {dim!r} of {source.name!r} have no names"
                 return Check(
@@ -175,11 +176,10 @@ def _channels(store: Store, asked: Asked) -> Check:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         return Check("channels", False, f"{_listed(twice)} more than once", "give each channel a name of its own")
-    dims = _all_channel_dims(store, grid)
-    if len(dims) > 1:
-        found = f"variables have different dims beside time and space: {_listed(dims)}"
+    if len(told) > 1:
+        found = f"variables have different dims beside time and space: {_listed(list(told))}"
         return Check("channels", False, found, "take those with one of them alone, by variables=")
-    how = "".join(f"; read with levels={dim!r}" for dim in dims if dim != grid.level)
+    how = "".join(f"; read with levels={dim!r}" for dim in told if dim != grid.level)
     return Check("channels", True, f"{len(names)}: {_listed(names)}{how}")
 
 
@@ -194,8 +194,10 @@ def _channel_dims(source: Source, grid: Grid) -> list[str]:
     return [dim for dim in others if dim == grid.level or grid.sizes[dim] > 1]
 
 
-def _all_channel_dims(store: Store, grid: Grid) -> list[str]:
-    return list(dict.fromkeys(dim for source in _changing(store, grid) for dim in _channel_dims(source, grid)))
+def _entries(store: Store, grid: Grid) -> dict[str, list[str] | None]:
+    """Of each of these dims, of all variables, the names of its entries; None if nothing tells them."""
+    dims = dict.fromkeys(dim for source in _changing(store, grid) for dim in _channel_dims(source, grid))
+    return {dim: labels(store, dim, grid.sizes[dim]) for dim in dims}
 
 
 def _metadata(store: Store, asked: Asked) -> Check:
@@ -209,8 +211,8 @@ def _metadata(store: Store, asked: Asked) -> Check:
 def _statistics(store: Store, asked: Asked) -> Check:
     """Mean and deviation of every variable that changes, by level where it has levels."""
     grid, file = asked.grid, asked.statistics
-    others = _all_channel_dims(store, grid)
-    level = asked.level or (others[0] if others and grid.level is None else None)
+    told = _entries(store, grid)
+    level = asked.level or (next(iter(told), None) if grid.level is None else None)
     todo = f"shardio stats {store.url} -o {file or 'FILE'}" + (f" --level {level}" if level else "")
     try:
         if file is None or not file.is_file():
@@ -228,7 +230,7 @@ def _statistics(store: Store, asked: Asked) -> Check:
         channels = math.prod(grid.sizes[dim] for dim in dims)
         if channels != max(1, len(parts)):
             return Check("statistics", False, f"{name!r} has {channels} channels, its statistics {len(parts)}", todo)
-        names = (labels(store, dims[0], channels) or []) if len(dims) == 1 else []
+        names = (told[dims[0]] or []) if len(dims) == 1 else []
         lost = [label for label in names if known[name].names and label not in known[name].names]
         if lost:
             return Check("statistics", False, f"{name!r} has {_listed(lost)}, its statistics have not", todo)

@@ -188,6 +188,7 @@ class StoredSource(ChunkedSource):
     ) -> None:
         super().__init__(
             library.name,
+            store,
             pipeline=pipeline,
             fill=lambda: dataset.fillvalue,
             strict=strict,
@@ -198,7 +199,6 @@ class StoredSource(ChunkedSource):
         )
         self._library = library
         self._table = table
-        self._store = store
         self._key = key
         self._start = dataset.id.get_offset() if table is None else None
 
@@ -214,11 +214,6 @@ class StoredSource(ChunkedSource):
             return 1 if place is None else self.pipeline.block(Extent(self._store, self._key, *place)) or 0
         except CorruptChunkError:
             return 0
-
-    @property
-    def requests(self) -> int:
-        """See Source.requests."""
-        return self._store.requests
 
     @property
     def fetched_together(self) -> bool:

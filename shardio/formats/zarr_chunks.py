@@ -98,17 +98,11 @@ class ZarrChunks(ChunkedSource):
     def __init__(
         self, name: str, store: ByteStore, prefix: str, separator: str, shards: ShardIndexes | None, **others: Any
     ) -> None:
-        super().__init__(name, **others)
-        self._store = store
+        super().__init__(name, store, **others)
         self._prefix = prefix
         self._only = f"{prefix}0" if prefix[-1:] in ("", "/") and not prefix.endswith("c/") else prefix[:-1]
         self._separator = separator
         self._shards = shards
-
-    @property
-    def requests(self) -> int:
-        """See Source.requests."""
-        return self._store.requests
 
     @property
     def fetched_together(self) -> bool:
